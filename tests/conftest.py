@@ -1,0 +1,57 @@
+"""Tiny checkpoints built by the real libraries, and the recorded ones under tests/fixtures."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+# Before torch is imported: two threads on two busy cores are slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+
+RECORDED = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Callable[[str], Path]:
+    """A writable copy of a checkpoint under tests/fixtures, by its name."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(RECORDED / name, tmp_path / name))
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers, saved by transformers: 21 tensors, fp32, untied."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in fp32, where `make model` puts it; without it a `real` test fails rather than skips."""
+    path = Path(os.environ.get("BURNISH_MODEL", ".demo/model"))
+    assert (path / "model.safetensors").is_file(), f"{path} is not there; run `make model`"
+    return path

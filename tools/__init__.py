@@ -1,0 +1,1 @@
+"""Burnish: what happens to a language-model checkpoint after the optimizer has written it."""

@@ -1,0 +1,181 @@
+"""Change: the files a step wants, as values. Nothing here touches the disk."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.header import Tensor, build_header
+from tools.checkpoint.layout import Checkpoint, WeightFile, Weights
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it lies in a file; it is moved as bytes, never decoded."""
+
+    file: WeightFile
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.file.tensors[self.name]
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self) -> bytes:
+        with self.file.path.open("rb") as file:
+            file.seek(self.tensor.start)
+            return file.read(self.nbytes)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that `data` computes from stored ones when it is written: little-endian bytes, C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    data: Callable[[], bytes]
+    sources: tuple[Stored, ...]
+
+    def read(self) -> bytes:
+        return self.data()
+
+
+Source = Stored | Computed
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A `.safetensors` or `.bin` file with these tensors, in this order."""
+
+    tensors: Mapping[str, Source]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in self.tensors.values())
+
+    def header(self, length: int | None = None) -> bytes:
+        """The safetensors header of this file, `{"format": "pt"}` added to the metadata that is there."""
+        rows = ((name, s.dtype, s.shape, s.nbytes) for name, s in self.tensors.items())
+        return build_header(rows, {"format": "pt", **self.metadata}, length)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A small file with this text."""
+
+    text: str
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.text.encode())
+
+
+@dataclass(frozen=True)
+class FileCopy:
+    """A byte-for-byte copy of another file."""
+
+    source: Path
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.stat().st_size
+
+
+Content = TensorFile | TextFile | FileCopy
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a step wants of a checkpoint: each named file as it shall be, `None` for a file that goes.
+
+    No files: nothing to do. `dropped` names the tensors that the step gives up on purpose; every other tensor of a
+    touched file must come back somewhere, or `check` refuses.
+    """
+
+    summary: str
+    files: Mapping[str, Content | None] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    dropped: frozenset[str] = frozenset()
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Assert that no tensor of the touched files is lost and no name is written twice in one set of weights."""
+        kept = {(s.file.path, s.name) for s in self._sources()}
+        for weights in checkpoint.weights:
+            for file, name, _ in weights.items():
+                if file.name in self.files and (file.path, name) not in kept and name not in self.dropped:
+                    raise AssertionError(f"{file.path}: {name} would be lost")
+
+    def _sources(self) -> Iterable[Stored]:
+        for content in self.files.values():
+            if isinstance(content, TensorFile):
+                for source in content.tensors.values():
+                    yield from (source,) if isinstance(source, Stored) else source.sources
+
+
+def stored(weights: Weights) -> dict[str, Stored]:
+    """Every tensor of these weights as a source, by its present name."""
+    return {name: Stored(file, name) for file, name, _ in weights.items()}
+
+
+def same_bytes(one: Source, other: Source) -> bool:
+    """Whether two tensors agree in dtype, shape and every byte."""
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and one.read() == other.read()
+
+
+def refuse_ungathered(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError when a tensor has no elements: what ZeRO-3 writes for a parameter it did not gather."""
+    for weights in checkpoint.weights:
+        for file, name, tensor in weights.items():
+            if tensor.elements == 0:
+                raise CheckpointError(
+                    file.path,
+                    f"{name} has 0 elements: looks like an un-gathered ZeRO-3 parameter",
+                    "save again with stage3_gather_16bit_weights_on_model_save, or consolidate the ZeRO checkpoint",
+                )
+
+
+def renamed(weights: Weights, names: Mapping[str, str | None]) -> dict[str, Content | None]:
+    """The files and the index of `weights` after tensors got new names or (None) left; untouched shards stay out.
+
+    A shard that loses its last tensor goes. `total_size` and `total_parameters` of the index follow.
+    """
+    files: dict[str, Content | None] = {}
+    weight_map: dict[str, str] = {}
+    for file in weights.files:
+        new = {n: Stored(file, old) for old in file.tensors if (n := names.get(old, old)) is not None}
+        weight_map |= dict.fromkeys(new, file.name)
+        if list(new) != list(file.tensors):
+            files[file.name] = TensorFile(new, file.metadata) if new else None
+    if files and weights.index is not None:
+        gone = [tensor for old, tensor in weights.tensors.items() if names.get(old, old) is None]
+        files[weights.index_name] = _index(weights.index, weight_map, gone) if weight_map else None
+    return files
+
+
+def _index(index: Mapping[str, Any], weight_map: Mapping[str, str], gone: list[Tensor]) -> TextFile:
+    metadata = dict(index.get("metadata") or {})
+    if "total_size" in metadata:
+        metadata["total_size"] -= sum(tensor.nbytes for tensor in gone)
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] -= sum(tensor.elements for tensor in gone)
+    return json_file({**index, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def json_file(value: Any) -> TextFile:
+    """A JSON file as transformers writes its own: indented by two, a newline at the end."""
+    return TextFile(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

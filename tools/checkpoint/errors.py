@@ -1,0 +1,35 @@
+"""The one exception for users: where, what is wrong, what to do."""
+
+from pathlib import Path
+
+
+class CheckpointError(Exception):
+    """A path, what is wrong with it, and what to do about it.
+
+    `others` holds further findings of the same check, so that one bad shard does not hide the next.
+    """
+
+    exit_code = 1
+
+    def __init__(self, path: Path | str, problem: str, remedy: str = "", others: "tuple[CheckpointError, ...]" = ()):
+        self.path = path
+        self.problem = problem
+        self.remedy = remedy
+        self.others = others
+        super().__init__(path, problem, remedy, others)  # all arguments, so that it survives pickling
+
+    def __str__(self) -> str:
+        first = f"{self.path}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+        return "\n".join([first, *map(str, self.others)])
+
+
+class CheckpointBusy(CheckpointError):
+    """Another process is changing the checkpoint."""
+
+    exit_code = 3
+
+
+def all_of(errors: "list[CheckpointError]") -> CheckpointError:
+    """Join the findings of one check into one error, the first one leading; the list must not be empty."""
+    first, *rest = errors
+    return CheckpointError(first.path, first.problem, first.remedy, (*first.others, *rest))

@@ -1,0 +1,241 @@
+"""The redo log inside a checkpoint: lock, commit record, apply, recovery, receipts.
+
+    CKPT/.burnish/lock            held by flock while a step works; says who holds it
+    CKPT/.burnish/stage/          new files before the commit
+    CKPT/.burnish/commit.json     the commit record; its rename into place is the commit point
+    CKPT/.burnish/undo/ID/        what the step ID replaced or removed
+    CKPT/.burnish/receipts.jsonl  one line for each step that changed the checkpoint
+
+Before the record is in place nothing of the checkpoint has changed; once it is, every operation in it can be repeated,
+so whoever opens the checkpoint next finishes the step.
+"""
+
+import base64
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tools.checkpoint.errors import CheckpointBusy, CheckpointError
+from tools.checkpoint.files import fsync_folder, write_synced
+
+FOLDER = ".burnish"
+_HASHED_WHOLE_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def lock(checkpoint: Path) -> Iterator[None]:
+    """Hold the checkpoint's lock, freed by the kernel when this process dies; a first open leaves no trace on failure.
+
+    Raises CheckpointBusy naming the holder.
+    """
+    folder = checkpoint / FOLDER
+    with contextlib.ExitStack() as at_exit:
+        fd = _acquire(checkpoint, folder)
+        at_exit.callback(os.close, fd)
+        at_exit.callback(_leave_no_lock, folder)
+        holder = {"pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(holder).encode(), 0)
+        yield
+
+
+def _leave_no_lock(folder: Path) -> None:
+    (folder / "lock").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty once a step has left a receipt
+        folder.rmdir()
+
+
+def _acquire(checkpoint: Path, folder: Path) -> int:
+    path = folder / "lock"
+    while True:
+        try:
+            folder.mkdir(exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # the holder before us removed the folder between the two calls
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except BlockingIOError:
+            holder = os.pread(fd, 4096, 0).decode(errors="replace")
+            os.close(fd)
+            raise CheckpointBusy(checkpoint, f"another process is changing it ({holder})", "try again later") from None
+        except OSError as error:
+            os.close(fd)
+            raise CheckpointError(path, f"this file system has no working locks ({error.strerror})") from error
+        os.close(fd)  # the holder before us removed the file that we have just locked
+
+
+def recover(checkpoint: Path) -> str | None:
+    """Finish the step whose record is committed, throw away what was staged without one; says what it did, if anything.
+
+    Raises CheckpointError when a committed step awaits completion and this process cannot write, CheckpointBusy when
+    another process is at it.
+    """
+    folder = checkpoint / FOLDER
+    committed = (folder / "commit.json").exists()
+    if not committed and not (folder / "stage").exists() and not (folder / "lock").exists():
+        return None
+    try:
+        with lock(checkpoint):
+            return finish(checkpoint)
+    except CheckpointBusy:
+        if committed:
+            raise
+        return None  # somebody is staging; what is here is the old checkpoint, whole
+    except OSError as error:
+        if error.errno not in {errno.EACCES, errno.EPERM, errno.EROFS}:
+            raise
+        if committed:
+            problem = "an interrupted step awaits completion, and this process may not write here"
+            raise CheckpointError(checkpoint, problem, "run any command on it as its owner") from error
+        return None
+
+
+def finish(checkpoint: Path) -> str | None:
+    """What `recover` does, for a caller that holds the lock."""
+    folder = checkpoint / FOLDER
+    record_path = folder / "commit.json"
+    if not record_path.exists():
+        if not (folder / "stage").exists():
+            return None
+        shutil.rmtree(folder / "stage")
+        (folder / "commit.json.new").unlink(missing_ok=True)
+        return "an interrupted step had changed nothing; what it had prepared is removed"
+    record = json.loads(record_path.read_text())
+    _apply(checkpoint, record)
+    return f"an interrupted {record['receipt']['step']} was completed"
+
+
+def commit(checkpoint: Path, record: Mapping[str, Any]) -> None:
+    """Make the record durable and carry it out. Staged files must be flushed already."""
+    folder = checkpoint / FOLDER
+    for staged in (folder / "stage" / "undo", folder / "stage", folder, checkpoint):
+        fsync_folder(staged)
+    write_synced(folder / "commit.json.new", json.dumps(record).encode())
+    (folder / "commit.json.new").replace(folder / "commit.json")
+    fsync_folder(folder)
+    _apply(checkpoint, record)
+
+
+def edit_operation(name: str, head: bytes, size: int) -> dict[str, Any]:
+    """The operation that replaces the first bytes of a file and cuts it to `size` bytes."""
+    return {"op": "edit", "file": name, "head": base64.b64encode(head).decode(), "size": size}
+
+
+def _apply(checkpoint: Path, record: Mapping[str, Any]) -> None:
+    """Carry out a committed record. Each line may be repeated: a crash at any of them is followed by all of them."""
+    folder = checkpoint / FOLDER
+    stage, undo = folder / "stage", folder / "undo" / str(record["receipt"]["id"])
+    if not undo.exists():
+        undo.parent.mkdir(exist_ok=True)
+        (stage / "undo").rename(undo)
+        fsync_folder(undo.parent)
+    gate = record["gate"]
+    if gate and (checkpoint / gate).exists() and not (undo / gate).exists():
+        (checkpoint / gate).rename(undo / gate)
+        fsync_folder(undo)
+        fsync_folder(checkpoint)
+    for operation in record["operations"]:
+        _OPERATIONS[operation["op"]](checkpoint, stage, undo, operation)
+    fsync_folder(undo)
+    fsync_folder(checkpoint)
+    if gate:
+        new = stage / gate
+        if new.exists():
+            new.rename(checkpoint / gate)
+        elif record["gate_returns"] and (undo / gate).exists():
+            (undo / gate).rename(checkpoint / gate)
+        fsync_folder(checkpoint)
+    write_receipt(checkpoint, record["receipt"])
+    if stage.exists():
+        shutil.rmtree(stage)
+    (folder / "commit.json").unlink()
+    fsync_folder(folder)
+
+
+def _place(checkpoint: Path, stage: Path, undo: Path, operation: Mapping[str, Any]) -> None:
+    name = operation["file"]
+    if not (stage / name).exists():
+        return
+    if os.path.lexists(checkpoint / name) and not os.path.lexists(undo / name):
+        try:
+            os.link(checkpoint / name, undo / name, follow_symlinks=False)
+        except OSError:  # a file system without hard links: for an instant the name is absent instead
+            (checkpoint / name).rename(undo / name)
+        fsync_folder(undo)
+    (stage / name).replace(checkpoint / name)
+
+
+def _edit(checkpoint: Path, stage: Path, undo: Path, operation: Mapping[str, Any]) -> None:
+    with (checkpoint / operation["file"]).open("r+b") as file:
+        file.write(base64.b64decode(operation["head"]))
+        file.flush()
+        file.truncate(operation["size"])
+        os.fsync(file.fileno())
+
+
+def _remove(checkpoint: Path, stage: Path, undo: Path, operation: Mapping[str, Any]) -> None:
+    if os.path.lexists(checkpoint / operation["file"]):
+        (checkpoint / operation["file"]).rename(undo / operation["file"])
+
+
+_OPERATIONS = {"place": _place, "edit": _edit, "remove": _remove}
+
+
+def receipts(checkpoint: Path) -> list[dict[str, Any]]:
+    """The receipts of this checkpoint, oldest first; a line cut by a power failure is not one."""
+    try:
+        lines = (checkpoint / FOLDER / "receipts.jsonl").read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def next_id(checkpoint: Path) -> int:
+    """The number of the next receipt."""
+    return max((receipt["id"] for receipt in receipts(checkpoint)), default=0) + 1
+
+
+def write_receipt(checkpoint: Path, receipt: Mapping[str, Any]) -> None:
+    """Append a receipt, with the fingerprints its files have now, unless it is there already."""
+    if any(known["id"] == receipt["id"] for known in receipts(checkpoint)):
+        return
+    files = {name: fingerprint(checkpoint / name) for name in receipt["files"]}
+    path = checkpoint / FOLDER / "receipts.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        whole = path.read_bytes().rfind(b"\n") + 1  # a torn last line goes
+        file.truncate(whole)
+        file.write(json.dumps({**receipt, "files": files}).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_folder(path.parent)
+
+
+def fingerprint(file: Path) -> dict[str, Any] | None:
+    """Size in bytes, mtime and the SHA-256 of the safetensors header (of the whole file when small); None when absent.
+
+    Hashing a large file's data costs as much as copying it, so that is left to those who ask for it.
+    """
+    if not file.exists():
+        return None
+    stat = file.stat()
+    known: dict[str, Any] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    with file.open("rb") as opened:
+        if stat.st_size <= _HASHED_WHOLE_BYTES:
+            known["sha256"] = hashlib.sha256(opened.read()).hexdigest()
+        elif file.suffix == ".safetensors":
+            start = opened.read(8)
+            header = opened.read(int.from_bytes(start, "little"))
+            known["header_sha256"] = hashlib.sha256(start + header).hexdigest()
+    return known

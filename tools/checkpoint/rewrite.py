@@ -1,0 +1,165 @@
+"""rewrite(): the one way in which a checkpoint directory changes, in place or into a new directory."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tools.checkpoint import journal
+from tools.checkpoint.change import Change, Content, TensorFile
+from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.export import export
+from tools.checkpoint.files import copy_range
+from tools.checkpoint.layout import Checkpoint
+from tools.checkpoint.report import Report
+from tools.checkpoint.staging import HeaderEdit, check_written, header_edit, require_space, write_content
+
+Plan = Callable[[Checkpoint], Change]
+# Read first by every loader, so that without it none loads half of a change.
+_GATES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "config.json")
+
+
+def rewrite(
+    step: str,
+    path: Path,
+    plan: Plan,
+    *,
+    output: Path | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    copy: bool = False,
+    accept_run: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Carry out what `plan` wants of the checkpoint at `path`, so that a kill at any instant leaves it old or new.
+
+    In place, files are staged, committed by one rename and applied (see journal); a safetensors file that only loses
+    tensors at its ends or changes names has its header edited where it lies, unless `copy` asks for a new file. With
+    `output`, a copy without the training state is built beside it and renamed into place, and `path` is only read.
+    `accept_run` lets `path` be a run directory; `options` are recorded in the receipt. Raises CheckpointError; then
+    nothing has changed.
+    """
+    started = time.perf_counter()
+    path = Path(path)
+    checkpoint = Checkpoint.open(path, accept_run=accept_run)
+    change = plan(checkpoint)
+    change.check(checkpoint)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    receipt = {"step": step, "version": version("burnish"), "time": now, "options": dict(options or {})}
+    report = Report(step, str(path), changed=False, summary=change.summary, details=dict(change.details))
+    if checkpoint.recovered:
+        report = replace(report, details={**report.details, "recovered": checkpoint.recovered})
+    with _os_errors(path):
+        if dry_run:
+            report = _dry_run(report, checkpoint, change, copy)
+        elif output is not None:
+            report = export(report, checkpoint, change, Path(output), overwrite, receipt)
+        elif change.files:
+            report = _in_place(report, checkpoint, plan, copy, receipt)
+    return replace(report, seconds=round(time.perf_counter() - started, 3))
+
+
+@contextlib.contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise CheckpointError(where, (error.strerror or str(error)).lower(), "nothing is lost; try again") from error
+
+
+def _edits(checkpoint: Checkpoint, change: Change, copy: bool) -> dict[str, HeaderEdit]:
+    """The wanted files that an edit of the header in place can make."""
+    candidates = {} if copy else change.files
+    edits = {
+        name: header_edit(content, checkpoint.path / name)
+        for name, content in candidates.items()
+        if isinstance(content, TensorFile) and (checkpoint.path / name).exists()
+    }
+    return {name: edit for name, edit in edits.items() if edit}
+
+
+def _dry_run(report: Report, checkpoint: Checkpoint, change: Change, copy: bool) -> Report:
+    edits = _edits(checkpoint, change, copy)
+    plan = {
+        name: f"edit the header, {len(edits[name].head)} bytes"
+        if name in edits
+        else "remove"
+        if content is None
+        else f"write, {content.nbytes} bytes"
+        for name, content in change.files.items()
+    }
+    summary = f"would do: {report.summary}" if plan else report.summary
+    return replace(report, summary=summary, details={**report.details, **({"plan": plan} if plan else {})})
+
+
+def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, receipt: dict[str, Any]) -> Report:
+    path = checkpoint.path
+    if not os.access(path, os.W_OK):
+        raise CheckpointError(path, "not writable", "choose an --output")
+    with journal.lock(path):
+        journal.finish(path)
+        checkpoint = Checkpoint.read(path)  # as it is now that nobody else can change it
+        change = plan(checkpoint)
+        change.check(checkpoint)
+        edits = _edits(checkpoint, change, copy)
+        new = {name: c for name, c in change.files.items() if c is not None and name not in edits}
+        removed = tuple(name for name, content in change.files.items() if content is None)
+        require_space(path, sum(content.nbytes for content in new.values()))
+        touched = [name for name in change.files if os.path.lexists(path / name)]
+        gate = _gate(touched, path)
+        try:
+            written = _stage(path, new, edits)
+        except BaseException:
+            shutil.rmtree(path / journal.FOLDER / "stage", ignore_errors=True)
+            raise
+        operations = [
+            *({"op": "place", "file": name} for name in new if name not in touched),
+            *(journal.edit_operation(name, edit.head, edit.size) for name, edit in edits.items()),
+            *({"op": "place", "file": name} for name in new if name in touched and name != gate),
+            *({"op": "remove", "file": name} for name in removed),
+        ]
+        receipt |= {"id": journal.next_id(path), "files": list(change.files)}
+        record = {"receipt": receipt, "gate": gate, "gate_returns": gate not in change.files, "operations": operations}
+        journal.commit(path, record)
+        check_written(path, change)
+    odd = [name for name, edit in edits.items() if len(edit.head) % 8]
+    note = {"not aligned to 8 bytes": f"{', '.join(odd)}: legal, but some readers mind; --copy aligns"} if odd else {}
+    return replace(
+        report,
+        changed=True,
+        details={**report.details, **note},
+        written=tuple(new),
+        edited=tuple(edits),
+        removed=removed,
+        bytes_written=written + sum(len(edit.head) for edit in edits.values()),
+    )
+
+
+def _gate(touched: list[str], path: Path) -> str | None:
+    """The file to move aside while several present files change."""
+    if len(touched) < 2:
+        return None
+    return next((n for n in _GATES if n in touched), None) or next((n for n in _GATES if (path / n).exists()), None)
+
+
+def _stage(path: Path, new: Mapping[str, Content], edits: Mapping[str, HeaderEdit]) -> int:
+    """Write the new files, and what undo needs of the edited ones, under `.burnish/stage`; returns the bytes."""
+    stage = path / journal.FOLDER / "stage"
+    (stage / "undo").mkdir(parents=True)
+    written = sum(write_content(content, stage / name) for name, content in new.items())
+    for name, edit in edits.items():
+        with (path / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for part, start, end in (("head", 0, len(edit.head)), ("tail", edit.size, size)):
+                with (stage / "undo" / f"{name}.{part}").open("xb") as kept:
+                    copy_range(file, start, end - start, kept)
+                    kept.flush()
+                    os.fsync(kept.fileno())
+    return written
