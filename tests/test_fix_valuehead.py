@@ -1,0 +1,258 @@
+"""The value head leaves the weights, and what remains is the same model to the bit."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import heads
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from snapshots import contents, state
+from transformers import AutoModelForCausalLM
+
+from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.header import read_header
+from tools.postprocess.fix_valuehead import fix_valuehead
+
+Recorded = Callable[[str], Path]
+HEAD_NAMES = {"v_head.summary.weight", "v_head.summary.bias"}
+
+
+def logits(path: Path) -> torch.Tensor:
+    """What transformers says after a plain load, which must miss nothing and find nothing it does not know."""
+    model, loading = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    with torch.no_grad():
+        return model.eval()(torch.arange(10)[None]).logits
+
+
+@pytest.mark.parametrize("layout", ["flat", "prefixed", "sharded", "pickled", "hard_linked", "linked"])
+def test_the_split_model_has_the_logits_of_the_model_before(layout: str, tiny: Path, tmp_path: Path) -> None:
+    path = heads.LAYOUTS[layout](tiny, tmp_path / "checkpoint")
+    fix_valuehead(path)
+    assert torch.equal(logits(path), logits(tiny))
+    if layout == "pickled":
+        found = torch.load(path / "value_head.bin", weights_only=True)
+    else:
+        found = load_file(path / "value_head.safetensors")
+    assert found.keys() == HEAD_NAMES
+    assert all(torch.equal(found[name], heads.HEAD[name]) for name in HEAD_NAMES)
+
+
+@pytest.mark.parametrize("layout", ["at_start", "at_start_prefixed"])
+def test_a_bf16_decoder_keeps_its_bytes_when_the_head_lay_before_it(layout: str, tiny: Path, tmp_path: Path) -> None:
+    path = heads.LAYOUTS[layout](tiny, tmp_path / "checkpoint")
+    report = fix_valuehead(path)
+    assert report.edited == ("model.safetensors",)
+    assert "--copy" in report.details["not aligned to 8 bytes"]
+    expected = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        assert torch.equal(logits(path), expected(torch.arange(10)[None]).logits)
+
+
+def test_copy_writes_an_aligned_file_and_no_byte_of_the_old_one(tiny: Path, tmp_path: Path) -> None:
+    path = heads.at_start(tiny, tmp_path / "checkpoint")
+    with (path / "model.safetensors").open("rb") as before:
+        content = before.read()
+        report = fix_valuehead(path, copy=True)
+        before.seek(0)
+        assert before.read() == content
+    assert "model.safetensors" in report.written
+    assert read_header(path / "model.safetensors").length % 8 == 0
+
+
+@pytest.mark.parametrize("layout", ["hard_linked", "linked"])
+def test_a_file_that_others_hold_is_not_edited(layout: str, tiny: Path, tmp_path: Path) -> None:
+    path = heads.LAYOUTS[layout](tiny, tmp_path / "checkpoint")
+    other = tmp_path / ("elsewhere" if layout == "hard_linked" else "blob")
+    before = other.read_bytes()
+    fix_valuehead(path)
+    assert other.read_bytes() == before
+    assert not (path / "model.safetensors").is_symlink()
+
+
+def test_metadata_of_the_file_is_kept(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    fix_valuehead(path)
+    assert read_header(path / "model.safetensors").metadata == {"format": "pt", "origin": "a test"}
+    assert read_header(path / "value_head.safetensors").metadata == {"format": "pt"}
+
+
+def test_vh_01_every_name_behind_a_wrapper_prefix(tiny: Path, tmp_path: Path) -> None:
+    path = heads.prefixed(tiny, tmp_path / "checkpoint")
+    before = contents(path)
+    fix_valuehead(path)
+    after = contents(path)
+    assert {name for name in after if after[name] != before.get(name)} == {
+        "model.safetensors",
+        "value_head.safetensors",
+    }
+    ours, theirs = load_file(path / "model.safetensors"), load_file(tiny / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 21
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(logits(path), logits(tiny))
+    assert not fix_valuehead(path).changed
+
+
+def test_vh_02_the_head_in_the_last_of_several_shards(tiny: Path, tmp_path: Path) -> None:
+    path = heads.sharded(tiny, tmp_path / "checkpoint")
+    index_before = json.loads((path / "model.safetensors.index.json").read_text())
+    before = {name: ((path / name).stat().st_ino, digest) for name, digest in contents(path).items()}
+    fix_valuehead(path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert not HEAD_NAMES & index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == index_before["metadata"]["total_size"] - 132
+    for name in ("model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "config.json"):
+        assert ((path / name).stat().st_ino, contents(path)[name]) == before[name]
+    assert load_file(path / "value_head.safetensors").keys() == HEAD_NAMES
+    logits(path)
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_vh_04_no_head_is_nothing_to_do(kind: str, tiny: Path, tmp_path: Path, recorded: Recorded) -> None:
+    path = recorded("trl-valuehead-lora") if kind == "adapter" else heads.flat(tiny, tmp_path / "checkpoint")
+    if kind == "adapter":
+        (path / "pytorch_model.bin").unlink()
+    else:
+        save_file(load_file(tiny / "model.safetensors"), path / "model.safetensors")
+    before = state(path)
+    report = fix_valuehead(path)
+    assert (report.changed, report.summary) == (False, "no value head in the weights; nothing to do")
+    assert state(path) == before
+    assert not (path / "value_head.safetensors").exists()
+
+
+RECORDED = [
+    "trl-valuehead-single",
+    "trl-valuehead-sharded",
+    "trl-valuehead-lora",
+    "hf-trainer-valuehead",
+    "hf-trainer-valuehead-lora",
+    "zero3-valuehead-final",
+]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_checkpoints_that_trainers_wrote(name: str, recorded: Recorded) -> None:
+    path = recorded(name)
+    untouched = contents(path)
+    report = fix_valuehead(path)
+    assert report.changed
+    assert report.details["head"]["framework"] == "TRL, LLaMA-Factory"
+    if name == "trl-valuehead-lora":
+        assert report.removed == ("pytorch_model.bin",)
+        assert torch.load(path / "value_head.bin", weights_only=True).keys() == HEAD_NAMES
+        assert contents(path)["adapter_model.safetensors"] == untouched["adapter_model.safetensors"]
+        return
+    assert load_file(path / "value_head.safetensors").keys() == HEAD_NAMES
+    if name == "hf-trainer-valuehead-lora":
+        assert "only the head was saved here" in report.summary
+        assert not (path / "model.safetensors").exists()
+        return
+    if "config.json" not in untouched:
+        assert "config.json is missing here" in report.summary
+        source = Path(__file__).parent / "fixtures" / "trl-valuehead-single" / "config.json"
+        (path / "config.json").write_bytes(source.read_bytes())
+    logits(path)
+
+
+def test_a_classifier_keeps_the_head_that_belongs_to_it(recorded: Recorded) -> None:
+    path = recorded("hf-reward-model")
+    before = state(path)
+    report = fix_valuehead(path)
+    assert not report.changed
+    assert "score.weight belongs to LlamaForSequenceClassification" in report.summary
+    assert state(path) == before
+    assert fix_valuehead(path, head="score").changed
+    assert load_file(path / "value_head.safetensors").keys() == {"score.weight"}
+
+
+def test_names_that_only_resemble_a_head_stay(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    alike = {
+        "model.layers.0.v_head_dim": torch.ones(1),
+        "model.v_head.summary.weight": torch.ones(1, 32),
+        "v_head.decoder_blocks.0.weight": torch.ones(1, 32),
+    }
+    save_file(load_file(tiny / "model.safetensors") | alike, path / "model.safetensors")
+    assert not fix_valuehead(path).changed
+
+
+def _with(path: Path, tiny: Path, extra: dict[str, torch.Tensor]) -> Path:
+    save_file(load_file(tiny / "model.safetensors") | extra, path / "model.safetensors")
+    return path
+
+
+def test_two_candidate_heads_are_named_and_one_is_chosen(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    _with(path, tiny, {"value_head.weight": torch.ones(1, 32), "score.weight": torch.ones(1, 32)})
+    before = state(path)
+    with pytest.raises(CheckpointError, match=r"several value heads: value_head.weight, score.weight; choose one"):
+        fix_valuehead(path)
+    assert state(path) == before
+    fix_valuehead(path, head="score")
+    assert load_file(path / "value_head.safetensors").keys() == {"score.weight"}
+    assert "value_head.weight" in load_file(path / "model.safetensors")
+
+
+REFUSED = {
+    "un-gathered": ({"v_head.summary.weight": torch.ones(0)}, r"v_head.summary.weight has 0 elements: .*ZeRO-3"),
+    "half prefixed": (
+        {"pretrained_model.a": torch.ones(1), "v_head.weight": torch.ones(1, 32)},
+        r"only a part of the names have a wrapper prefix: lm_head.weight, pretrained_model.a",
+    ),
+    "twice": (
+        {"v_head.weight": torch.ones(1, 32), "module.v_head.weight": torch.ones(1, 32)},
+        r"the value head is there twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_not_understood_is_refused_by_name(why: str, tiny: Path, tmp_path: Path) -> None:
+    extra, message = REFUSED[why]
+    path = _with(heads.flat(tiny, tmp_path / "checkpoint"), tiny, extra)
+    before = state(path)
+    with pytest.raises(CheckpointError, match=message):
+        fix_valuehead(path)
+    assert state(path) == before
+
+
+def test_two_labels_are_no_value_head(tiny: Path, tmp_path: Path) -> None:
+    path = _with(heads.flat(tiny, tmp_path / "checkpoint"), tiny, {"score.weight": torch.ones(2, 32)})
+    assert not fix_valuehead(path).changed
+    with pytest.raises(CheckpointError, match=r"one output, and these are score.weight \[2, 32\]"):
+        fix_valuehead(path, head="score")
+
+
+def test_a_head_file_with_other_values_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    other = {name: tensor + 1 for name, tensor in heads.HEAD.items()}
+    save_file(other, path / "value_head.safetensors")
+    before = state(path)
+    with pytest.raises(CheckpointError, match=r"differ from what value_head.safetensors holds"):
+        fix_valuehead(path)
+    assert state(path) == before
+    save_file(heads.HEAD, path / "value_head.safetensors")
+    assert fix_valuehead(path).edited == ("model.safetensors",)
+
+
+def test_a_checkpoint_without_weights_is_refused(recorded: Recorded) -> None:
+    with pytest.raises(CheckpointError, match="holds no weights; consolidate it first"):
+        fix_valuehead(recorded("zero3-checkpoint"))
+
+
+def test_a_read_only_directory_is_refused_before_anything_is_written(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    path.chmod(0o555)
+    try:
+        if os.access(path, os.W_OK):  # root may write anywhere
+            return
+        with pytest.raises(CheckpointError, match="not writable; choose an --output"):
+            fix_valuehead(path)
+    finally:
+        path.chmod(0o755)

@@ -1,0 +1,116 @@
+"""verify passes what is whole and equal, and names each thing that is not."""
+
+import shutil
+from pathlib import Path
+
+import heads
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tools import logits
+from tools.checkpoint.errors import CheckpointError
+from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.verify import verify
+
+
+@pytest.fixture
+def split(tiny: Path, tmp_path: Path) -> Path:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    fix_valuehead(path)
+    return path
+
+
+def spoiled(path: Path) -> Path:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt", "origin": "a test"})
+    return path
+
+
+def test_whole(split: Path) -> None:
+    report = verify(split, deep=True)
+    assert report.summary == "whole"
+    assert report.details["tensors"] == 23
+    assert set(report.details["sha256"]) == {path.name for path in split.iterdir() if path.is_file()}
+
+
+def test_a_copied_checkpoint_is_still_what_the_receipt_says(split: Path, tmp_path: Path) -> None:
+    shutil.copytree(split, tmp_path / "copy", copy_function=shutil.copy)
+    assert verify(tmp_path / "copy").summary == "whole"
+
+
+def test_a_file_that_changed_since_a_step_wrote_it(split: Path) -> None:
+    (split / "value_head.safetensors").unlink()
+    save_file(load_file(split / "model.safetensors"), split / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        verify(split)
+    changed, gone = sorted(str(caught.value).splitlines())
+    assert "model.safetensors: has changed since fix-valuehead wrote it on" in changed
+    assert "value_head.safetensors: is not there since fix-valuehead wrote it on" in gone
+
+
+def test_against_compares_every_byte(split: Path, tiny: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(split, tmp_path / "other"))
+    assert "every tensor equals" in verify(split, against=other).summary
+    spoiled(other)
+    with pytest.raises(CheckpointError, match=r"model.norm.weight has other values than in"):
+        verify(split, against=other)
+    with pytest.raises(CheckpointError, match=r"has no v_head.summary.bias, which"):
+        verify(split, against=tiny)
+
+
+def test_logits_of_another_checkpoint(split: Path, tiny: Path, tmp_path: Path) -> None:
+    report = verify(split, logits=tiny)
+    assert report.details["logits"]["largest difference"] == 0
+    assert report.details["logits"]["same most likely token"] == "128 of 128 positions"
+    other = spoiled(Path(shutil.copytree(tiny, tmp_path / "other")))
+    with pytest.raises(
+        CheckpointError, match=r"logits differ from .* more than 0.001; the most likely token agrees at"
+    ):
+        verify(split, logits=other)
+    assert verify(split, logits=other, tolerance=100).details["logits"]["largest difference"] > 0.001
+
+
+def test_logits_that_training_recorded(split: Path, tiny: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny).train()
+    logits.save(model, tmp_path / "trained_logits.safetensors")
+    assert model.training
+    assert verify(split, logits=tmp_path / "trained_logits.safetensors").details["logits"]["rows"] == 8
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    logits.save(model, tmp_path / "trained_logits.safetensors")
+    with pytest.raises(CheckpointError, match="logits differ"):
+        verify(split, logits=tmp_path / "trained_logits.safetensors")
+
+
+def test_a_prefix_that_would_load_as_random_weights(tiny: Path, tmp_path: Path) -> None:
+    path = heads.prefixed(tiny, tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"21 weights are missing and would be random: lm_head.weight"):
+        verify(path, logits=tiny)
+
+
+def test_nan_never_passes(split: Path, tiny: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(tiny, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="by up to nan"):
+        verify(split, logits=other, tolerance=1e9)
+
+
+def test_prompts_need_a_tokenizer(split: Path, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("hello\n\nworld\n")
+    with pytest.raises(CheckpointError, match="has no tokenizer for --prompts; run tools bundle-processor"):
+        verify(split, logits=tiny, prompts=tmp_path / "prompts.txt")
+    with pytest.raises(CheckpointError, match=r"nowhere.txt: not found"):
+        verify(split, logits=tiny, prompts=tmp_path / "nowhere.txt")
+
+
+def test_prompts(recorded: "object", tmp_path: Path) -> None:
+    path = recorded("hf-trainer-valuehead")  # type: ignore[operator]
+    shutil.copy(Path(__file__).parent / "fixtures" / "trl-valuehead-single" / "config.json", path)
+    (tmp_path / "prompts.txt").write_text("the licence\nand what follows from it\n")
+    report = verify(path, logits=path, prompts=tmp_path / "prompts.txt")
+    assert report.details["logits"]["rows"] == 2

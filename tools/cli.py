@@ -1,0 +1,141 @@
+"""The `tools` command: every step under its own name, one printer, one way in which errors end it."""
+
+import inspect
+import traceback
+from collections.abc import Callable
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.layout import checkpoints_in
+from tools.checkpoint.report import Report
+from tools.postprocess import STEPS, TAKES_RUN
+
+app = typer.Typer(
+    help="What happens to a language-model checkpoint after the optimizer has written it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the traceback of an error.")]
+Which = Annotated[
+    str | None,
+    typer.Option("--checkpoint", metavar="WHICH", help="Which checkpoints of a run directory: last, N or all."),
+]
+
+
+def add_command(step: Callable[..., Report], *, takes_checkpoint: bool = True, extra: str = "torch") -> None:
+    """Make a step a command: its own parameters and those of every command, its Report printed, its errors one line.
+
+    `extra` is what to install when a library that the step uses is not there.
+    """
+    name = step.__name__.replace("_", "-")
+    signature = inspect.signature(step)
+    common = {"json": Json, "quiet": Quiet, "verbose": Verbose} | ({"which": Which} if takes_checkpoint else {})
+    first = next(iter(signature.parameters))
+
+    def command(
+        *, json: bool = False, quiet: bool = False, verbose: bool = False, which: str | None = None, **given: Any
+    ) -> None:
+        try:
+            for options in _each(given, first, which):
+                report = step(**options)
+                if not quiet:
+                    typer.echo(dumps(report.as_dict()) if json else report_text(report))
+        except (CheckpointError, ModuleNotFoundError, KeyboardInterrupt) as error:
+            if verbose:
+                traceback.print_exc()
+            message, exit_code = _explained(error, name, extra)
+            typer.echo(message, err=True)
+            raise typer.Exit(exit_code) from None
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = [
+        inspect.Parameter(name, keyword, default=None if name == "which" else False, annotation=annotation)
+        for name, annotation in common.items()
+    ]
+    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), *more], return_annotation=None
+    )
+    command.__annotations__ = {p.name: p.annotation for p in command.__signature__.parameters.values()}  # type: ignore[attr-defined]
+    app.command(name, help=inspect.getdoc(step))(command)
+
+
+def _explained(error: BaseException, command: str, extra: str) -> tuple[str, int]:
+    """What to print for an error that is the user's to mend, and the exit code; raises any other again."""
+    if isinstance(error, CheckpointError):
+        return "\n".join(f"error: {line}" for line in str(error).splitlines()), error.exit_code
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] not in {"", "tools"}:
+        return f"error: tools {command} needs {error.name}; pip install 'burnish[{extra}]'", 1
+    if isinstance(error, KeyboardInterrupt):
+        return "error: interrupted; nothing is lost", 130
+    raise error
+
+
+def _each(params: dict[str, Any], argument: str, which: str | None) -> list[dict[str, Any]]:
+    """The parameters for each checkpoint that --checkpoint chooses; an --output then gets a folder for each."""
+    if which is None:
+        return [params]
+    run = Path(params[argument])
+    found = checkpoints_in(run) if run.is_dir() else ()
+    chosen = {"all": found, "last": found[-1:]}.get(which, tuple(p for p in found if p.name == f"checkpoint-{which}"))
+    if not chosen:
+        names = ", ".join(path.name for path in found) or "no checkpoints"
+        raise CheckpointError(run, f"no checkpoint is chosen by --checkpoint {which}", f"there are {names}")
+    if len(chosen) == 1 or not params.get("output"):
+        return [params | {argument: path} for path in chosen]
+    return [params | {argument: path, "output": params["output"] / path.name} for path in chosen]
+
+
+def report_text(report: Report) -> str:
+    """A report for people: what was done on the first line, what is worth knowing below it."""
+    lines = [f"{report.path}: {report.summary}"]
+    if report.changed:
+        done = (("wrote", report.written), ("edited the header of", report.edited), ("removed", report.removed))
+        what = "; ".join(f"{verb} {', '.join(names)}" for verb, names in done if names)
+        lines.append(f"  {what} ({report.bytes_written:,} bytes in {report.seconds:g} s)")
+    return "\n".join([*lines, *_details(report.details, "  ")])
+
+
+def _details(value: dict[str, Any], indent: str) -> list[str]:
+    lines = []
+    for key, item in value.items():
+        if isinstance(item, dict):
+            lines += [f"{indent}{key}:", *_details(item, indent + "  ")]
+        elif isinstance(item, (list, tuple)):
+            shown = [", ".join(f"{k} {v}" for k, v in i.items()) if isinstance(i, dict) else str(i) for i in item]
+            lines.append(f"{indent}{key}: {', '.join(shown)}")
+        else:
+            lines.append(f"{indent}{key}: {item}")
+    return lines
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML or JSON file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file.")
+    ] = None,
+) -> Report:
+    """Train a model as CONFIG says: supervised fine-tuning or a reward model, resumed if it was interrupted.
+
+    Example: tools train examples/sft.yaml training.max_steps=100 finetuning.r=16
+    """
+    from tools.training.train import train as run
+
+    return run(config, overrides or ())
+
+
+for _step in STEPS:
+    add_command(_step, takes_checkpoint=_step not in TAKES_RUN)
+add_command(train, takes_checkpoint=False, extra="train")
+
+
+def main() -> None:
+    """The entry point of the `tools` command."""
+    app()

@@ -1,0 +1,119 @@
+"""The logits of a causal LM on fixed token rows: what two checkpoints must share to be the same model."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.layout import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+ROWS, LENGTH = 8, 16
+
+
+def fixed_rows(vocab_size: int) -> list[list[int]]:
+    """8 rows of 16 token ids spread over the vocabulary, the same on every machine."""
+    return [
+        [(7919 * (row * LENGTH + column) + 31 * row) % vocab_size for column in range(LENGTH)] for row in range(ROWS)
+    ]
+
+
+def logits(model: "torch.nn.Module", rows: Sequence[Sequence[int]]) -> "list[torch.Tensor]":
+    """For each row of token ids the logits at every position: float32 [length, vocabulary], on the CPU.
+
+    The model is put in eval mode for it and back into the mode it was in. Each row is run alone, so none is padded.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return [model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu() for row in rows]
+    finally:
+        model.train(was_training)
+
+
+def save(model: "torch.nn.Module", path: Path) -> None:
+    """Write a safetensors file: `rows` [8, 16] and `logits` [8, vocabulary], those at the last position of each row."""
+    import torch
+    from safetensors.torch import save_file
+
+    rows = fixed_rows(model.get_input_embeddings().num_embeddings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    last = torch.stack([row[-1] for row in logits(model, rows)])
+    save_file({"logits": last, "rows": torch.tensor(rows)}, partial)
+    partial.replace(path)
+
+
+def load(path: Path) -> tuple["torch.Tensor", list[list[int]]]:
+    """What `save` wrote: the logits and the rows they belong to."""
+    from safetensors.torch import load_file
+
+    saved = load_file(path)
+    if saved.keys() != {"logits", "rows"}:
+        raise CheckpointError(path, f"holds {', '.join(saved)}, not logits and rows", "name a checkpoint directory")
+    return saved["logits"], saved["rows"].tolist()
+
+
+def load_model(path: Path, base: Path | None = None) -> Any:
+    """The causal LM of a checkpoint in the dtype it is stored in; an adapter is put on `base` or on the base it names.
+
+    The base is taken as it is: an adapter that says `pissa` does not change it again, as a plain load by PEFT would.
+
+    Raises CheckpointError when the files lack a weight of the model (a plain load gives it random values, with a
+    warning), or when the tensors of an adapter are not those that its configuration makes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = Checkpoint.open(path)
+    if checkpoint.kind == "adapter":
+        return _load_adapter(checkpoint, base)
+    if checkpoint.config is None:
+        raise CheckpointError(path, "has no config.json", "copy it from the base model")
+    with _quiet():
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", output_loading_info=True, local_files_only=True
+        )
+    if missing := sorted(loading["missing_keys"]):
+        problem = f"{len(missing)} weights are missing and would be random: {', '.join(missing[:3])}"
+        raise CheckpointError(path, problem, "do the names have a prefix that does not belong there?")
+    return model
+
+
+def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    named = base or Path((checkpoint.adapter_config or {}).get("base_model_name_or_path") or "")
+    if not named.is_dir():
+        raise CheckpointError(checkpoint.path, f"its base {named} is not a directory here", "name one with --base")
+    model = load_model(named)
+    config = PeftConfig.from_pretrained(checkpoint.path)
+    config.init_lora_weights = True
+    with _quiet():
+        model = PeftModel.from_pretrained(model, checkpoint.path, config=config)
+    assert checkpoint.adapter is not None
+    expected, found = set(get_peft_model_state_dict(model)), set(checkpoint.adapter.tensors)
+    if odd := sorted(expected ^ found):
+        raise CheckpointError(checkpoint.path, f"{len(odd)} tensors do not fit its configuration: {', '.join(odd[:3])}")
+    return model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no advice from transformers while a model loads; what matters is checked afterwards."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()

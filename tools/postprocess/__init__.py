@@ -1,0 +1,14 @@
+"""The steps: each a plain function from a checkpoint directory to a Report, one file each."""
+
+from collections.abc import Callable
+
+from tools.checkpoint.report import Report
+from tools.postprocess.bundle_processor import bundle_processor
+from tools.postprocess.convert_pissa import convert_pissa
+from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.inspect import inspect
+from tools.postprocess.verify import verify
+
+STEPS: tuple[Callable[..., Report], ...] = (fix_valuehead, convert_pissa, bundle_processor, inspect, verify)
+# Those that take a run directory as all its checkpoints.
+TAKES_RUN = (bundle_processor, inspect)

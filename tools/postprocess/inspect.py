@@ -1,0 +1,101 @@
+"""What is in a checkpoint directory: read from names, JSON and headers alone."""
+
+from collections import Counter
+from typing import Any
+
+from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.heads import find_heads
+from tools.checkpoint.layout import Checkpoint, Weights, checkpoints_in
+from tools.checkpoint.report import Report
+from tools.postprocess.options import CheckpointDir
+
+
+def inspect(checkpoint: CheckpointDir) -> Report:
+    """Show what a checkpoint or run directory holds: weights, adapter, value head, tokenizer, training state.
+
+    Nothing is loaded: names, JSON files and tensor headers are read, so it takes the same time whatever the size.
+
+    Example: tools inspect runs/sft/checkpoint-500
+    """
+    opened = Checkpoint.open(checkpoint, accept_run=True)
+    details: dict[str, Any] = {"kind": opened.kind}
+    if opened.recovered:
+        details["recovered"] = opened.recovered
+    for name, weights in (("model", opened.model), ("adapter", opened.adapter), ("value head", opened.head)):
+        if weights:
+            details[f"{name} weights"] = _weights(weights)
+    if opened.adapter_config is not None:
+        details["adapter_config.json"] = _adapter(opened.adapter_config)
+    elif opened.config is not None:
+        details["config.json"] = _config(opened.config)
+    if opened.model and (heads := _heads(opened)):
+        details["value head in the weights"] = heads
+    details["tokenizer and processor"] = list(opened.processor_files) or "none"
+    details["training state"] = list(opened.training_state) or "none"
+    if run := checkpoints_in(opened.path):
+        details["checkpoints"] = {path.name: _kind(path.name, path) for path in run}
+    return Report("inspect", str(checkpoint), changed=False, summary=_summary(opened, run), details=details)
+
+
+def _summary(opened: Checkpoint, run: tuple[Any, ...]) -> str:
+    if opened.kind == "run":
+        return f"run directory with {len(run)} checkpoints"
+    tensors = [tensor for weights in opened.weights for tensor in weights.tensors.values()]
+    size = size_text(sum(tensor.nbytes for tensor in tensors))
+    named = ", ".join((opened.config or {}).get("architectures") or ())
+    what = f"{opened.kind} ({named})" if opened.kind == "model" and named else opened.kind
+    return f"{what}, {sum(t.elements for t in tensors):,} parameters in {len(tensors)} tensors, {size}"
+
+
+def _kind(name: str, path: Any) -> str:
+    try:
+        opened = Checkpoint.open(path)
+    except CheckpointError as error:
+        return f"damaged: {error.problem}"
+    return opened.kind + (" with training state" if opened.training_state else "")
+
+
+def _weights(weights: Weights) -> dict[str, Any]:
+    shown: dict[str, Any] = {file.name: size_text(file.path.stat().st_size) for file in weights.files[:20]}
+    if len(weights.files) > 20:
+        shown["..."] = f"{len(weights.files)} shards in all"
+    counts = Counter(tensor.dtype for tensor in weights.tensors.values())
+    shown["tensors"] = ", ".join(f"{count} {dtype}" for dtype, count in counts.most_common()) or "none"
+    if empty := [name for name, tensor in weights.tensors.items() if tensor.elements == 0]:
+        shown["un-gathered"] = f"{len(empty)} tensors with 0 elements: {', '.join(empty[:3])}"
+    return shown
+
+
+def _heads(opened: Checkpoint) -> dict[str, Any]:
+    assert opened.model
+    tensors = opened.model.tensors
+    return {
+        name: f"{tensors[name].dtype} {list(tensors[name].shape)} ({head.layout.frameworks}"
+        + ("; part of the model)" if head.declared else "; `tools fix-valuehead` splits it out)")
+        for head in find_heads(tensors, opened.config)
+        for name in head.names
+    }
+
+
+def _config(config: Any) -> dict[str, Any]:
+    fields = ("model_type", "architectures", "dtype", "torch_dtype", "vocab_size", "tie_word_embeddings")
+    return {field: config[field] for field in fields if config.get(field) is not None}
+
+
+def _adapter(config: Any) -> dict[str, Any]:
+    fields = ("peft_type", "base_model_name_or_path", "init_lora_weights", "r", "lora_alpha", "use_rslora", "use_dora")
+    more = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_modules", "bias", "target_parameters")
+    shown = {
+        field: config[field] for field in (*fields, *more) if config.get(field) not in (None, {}, [], "none", False)
+    }
+    return shown
+
+
+def size_text(nbytes: int) -> str:
+    """A byte count as people read it: `538.1 MB`."""
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"

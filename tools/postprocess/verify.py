@@ -1,0 +1,152 @@
+"""Proof that a checkpoint is whole: re-opened, compared with its receipts, with another, with the model's logits."""
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tools.checkpoint import journal
+from tools.checkpoint.change import refuse_ungathered, same_bytes, stored
+from tools.checkpoint.errors import CheckpointError, all_of
+from tools.checkpoint.layout import Checkpoint
+from tools.checkpoint.report import Report
+from tools.postprocess.options import CheckpointDir
+
+
+def verify(
+    checkpoint: CheckpointDir,
+    *,
+    deep: Annotated[bool, typer.Option("--deep", help="Print the SHA-256 of every file.")] = False,
+    against: Annotated[Path | None, typer.Option(help="Compare every tensor, byte by byte, with this one.")] = None,
+    logits: Annotated[
+        Path | None, typer.Option(help="Compare logits with this checkpoint, or with those that training recorded.")
+    ] = None,
+    base: Annotated[Path | None, typer.Option(help="The base to put CHECKPOINT on, when it is an adapter.")] = None,
+    reference_base: Annotated[Path | None, typer.Option(help="The base of the --logits checkpoint.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Compare on the lines of this text file, not on 8 fixed token rows.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="Largest logit difference that passes.")] = 1e-3,
+) -> Report:
+    """Prove that a checkpoint is whole, and on request that it is the same model as another.
+
+    Always: every weight file is re-opened, the index is compared with the shards, and files that a step wrote are
+    compared with its receipt. Exit code 1 when anything is wrong, each finding on a line of its own.
+
+    Example: tools verify runs/sft/lora --logits runs/sft/checkpoint-500 --base models/base --reference-base residual
+    """
+    started = time.perf_counter()
+    opened = Checkpoint.open(checkpoint)
+    refuse_ungathered(opened)
+    if findings := _against_receipts(opened):
+        raise all_of(findings)
+    details: dict[str, Any] = {"tensors": sum(len(weights.tensors) for weights in opened.weights)}
+    summary = "whole"
+    if deep:
+        details["sha256"] = {file.name: _sha256(file) for file in sorted(opened.path.iterdir()) if file.is_file()}
+    if against is not None:
+        _compare_tensors(opened, Checkpoint.open(against))
+        summary += f"; every tensor equals {against}"
+    if logits is not None:
+        compared = _compare_logits(opened.path, base, logits, reference_base, prompts, tolerance)
+        details["logits"] = compared
+        summary += f"; logits within {compared['largest difference']:.3g} of {logits}"
+    seconds = round(time.perf_counter() - started, 3)
+    return Report("verify", str(checkpoint), changed=False, summary=summary, details=details, seconds=seconds)
+
+
+def _against_receipts(opened: Checkpoint) -> list[CheckpointError]:
+    """Files that are not what the last step that wrote them recorded; times do not count, copies have new ones."""
+    recorded = {
+        name: (receipt, known) for receipt in journal.receipts(opened.path) for name, known in receipt["files"].items()
+    }
+    findings = []
+    for name, (receipt, known) in recorded.items():
+        found = journal.fingerprint(opened.path / name)
+        one, other = ({key: v for key, v in (each or {}).items() if key != "mtime_ns"} for each in (known, found))
+        if one != other:
+            what = "is not there" if found is None else "has changed"
+            problem = f"{what} since {receipt['step']} wrote it on {receipt['time']}"
+            findings.append(CheckpointError(opened.path / name, problem if known else "is here, but was removed"))
+    return findings
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _compare_tensors(opened: Checkpoint, other: Checkpoint) -> None:
+    ours, theirs = (
+        {name: source for weights in each.weights for name, source in stored(weights).items()}
+        for each in (opened, other)
+    )
+    findings = []
+    for one, two, path, lacking in ((ours, theirs, other.path, opened.path), (theirs, ours, opened.path, other.path)):
+        for name in sorted(one.keys() - two.keys()):
+            findings.append(CheckpointError(path, f"has no {name}, which {lacking} holds"))
+    for name in ours.keys() & theirs.keys():
+        if not same_bytes(ours[name], theirs[name]):
+            one_text, two_text = (f"{each[name].dtype} {list(each[name].shape)}" for each in (ours, theirs))
+            how = "other values than" if one_text == two_text else f"{one_text}, not {two_text} as"
+            findings.append(CheckpointError(ours[name].file.path, f"{name} has {how} in {other.path}"))
+    if findings:
+        more = len(findings) - 10
+        rest = [CheckpointError(opened.path, f"{more} more tensors differ")] if more > 0 else []
+        raise all_of([*findings[:10], *rest])
+
+
+def _compare_logits(
+    checkpoint: Path,
+    base: Path | None,
+    reference: Path,
+    reference_base: Path | None,
+    prompts: Path | None,
+    limit: float,
+) -> dict[str, Any]:
+    from tools import logits
+
+    if reference.is_file():
+        last, rows = logits.load(reference)
+        expected = [row[None] for row in last]
+    else:
+        model = logits.load_model(reference, reference_base)
+        rows = _rows(model, checkpoint, base, prompts)
+        expected = logits.logits(model, rows)
+        del model
+    found = logits.logits(logits.load_model(checkpoint, base), rows)
+    found = [row[-len(wanted) :] for row, wanted in zip(found, expected, strict=True)]
+    if found[0].shape != expected[0].shape:
+        problem = f"{found[0].shape[-1]} logits a position, {reference} has {expected[0].shape[-1]}"
+        raise CheckpointError(checkpoint, problem, "the vocabularies differ")
+    pairs = list(zip(found, expected, strict=True))
+    largest = max(float((one - other).abs().max()) for one, other in pairs)
+    equal = sum(int((one.argmax(-1) == other.argmax(-1)).sum()) for one, other in pairs)
+    positions = sum(len(one) for one in found)
+    if not largest <= limit:  # also refuses NaN
+        problem = f"logits differ from {reference} by up to {largest:.3g}, more than {limit:g}"
+        agreement = f"the most likely token agrees at {equal} of {positions} positions"
+        raise CheckpointError(checkpoint, problem, agreement)
+    agree = f"{equal} of {positions} positions"
+    return {"largest difference": largest, "same most likely token": agree, "rows": len(rows), "tolerance": limit}
+
+
+def _rows(model: Any, checkpoint: Path, base: Path | None, prompts: Path | None) -> list[list[int]]:
+    from tools import logits
+
+    if prompts is None:
+        return logits.fixed_rows(model.get_input_embeddings().num_embeddings)
+    from transformers import AutoTokenizer
+
+    if not prompts.is_file():
+        raise CheckpointError(prompts, "not found")
+    folder = next((f for f in (checkpoint, base) if f and Checkpoint.open(f).processor_files), None)
+    if folder is None:
+        raise CheckpointError(checkpoint, "has no tokenizer for --prompts", "run tools bundle-processor on it first")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    rows = [tokenizer(line)["input_ids"] for line in prompts.read_text().splitlines() if line.strip()]
+    if not rows:
+        raise CheckpointError(prompts, "holds no line of text")
+    return rows
