@@ -72,6 +72,26 @@ def test_a_source_that_cannot_serve(source: str | None, message: str, tiny: Path
 def test_a_base_that_is_not_here_is_not_asked_of_a_hub(recorded: "object", tmp_path: Path) -> None:
     path = recorded("trl-valuehead-lora")  # type: ignore[operator]
     with pytest.raises(
-        CheckpointError, match="trained from tiny-llama, which is not a directory here; name a local copy"
+        CheckpointError,
+        match="trained from tiny-llama, which is neither a directory here nor in the hub's cache; name a local",
     ):
         bundle_processor(path)
+
+
+def test_a_name_of_the_hub_is_found_in_its_cache(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hub" / "models--someone--model"
+    (cache / "snapshots").mkdir(parents=True)
+    base.rename(cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    assert set(bundle_processor(path, source=Path("someone/model")).written) == set(FILES)
+
+
+def test_a_full_model_with_a_tokenizer_of_its_own(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    (path / "tokenizer.json").write_text("{}")
+    assert bundle_processor(path).summary == "has its own tokenizer or processor; nothing to do"

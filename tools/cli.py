@@ -1,6 +1,7 @@
 """The `tools` command: every step under its own name, one printer, one way in which errors end it."""
 
 import inspect
+import logging
 import traceback
 from collections.abc import Callable
 from json import dumps
@@ -128,7 +129,18 @@ def train(
     """
     from tools.training.train import train as run
 
+    _log_to_stderr()
     return run(config, overrides or ())
+
+
+def _log_to_stderr() -> None:
+    """What training says on its way; stdout is for the report."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("tools")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+    logger.propagate = False
 
 
 for _step in STEPS:

@@ -1,12 +1,14 @@
 """The logits of a causal LM on fixed token rows: what two checkpoints must share to be the same model."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
+from tools.hub import local_copy
 
 if TYPE_CHECKING:
     import torch
@@ -89,10 +91,11 @@ def load_model(path: Path, base: Path | None = None) -> Any:
 def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
-    named = base or Path((checkpoint.adapter_config or {}).get("base_model_name_or_path") or "")
-    if not named.is_dir():
-        raise CheckpointError(checkpoint.path, f"its base {named} is not a directory here", "name one with --base")
-    model = load_model(named)
+    named = base or (checkpoint.adapter_config or {}).get("base_model_name_or_path")
+    path = local_copy(named) if named else None
+    if path is None:
+        raise CheckpointError(checkpoint.path, f"its base, {named}, is not on this machine", "name it with --base")
+    model = load_model(path)
     config = PeftConfig.from_pretrained(checkpoint.path)
     config.init_lora_weights = True
     with _quiet():
@@ -106,14 +109,16 @@ def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no advice from transformers while a model loads; what matters is checked afterwards."""
+    """No progress bars, advice and deprecations while a model loads; what matters is checked afterwards."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         logging.set_verbosity(verbosity)
         logging.enable_progress_bar()

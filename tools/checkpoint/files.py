@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 256 << 10
 # What copy_file_range says where it cannot, rather than where the copy failed.
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM}
 

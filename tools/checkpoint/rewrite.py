@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tools import __version__
 from tools.checkpoint import journal
 from tools.checkpoint.change import Change, Content, TensorFile
 from tools.checkpoint.errors import CheckpointError
@@ -51,7 +51,7 @@ def rewrite(
     change = plan(checkpoint)
     change.check(checkpoint)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    receipt = {"step": step, "version": version("burnish"), "time": now, "options": dict(options or {})}
+    receipt = {"step": step, "version": __version__, "time": now, "options": dict(options or {})}
     report = Report(step, str(path), changed=False, summary=change.summary, details=dict(change.details))
     if checkpoint.recovered:
         report = replace(report, details={**report.details, "recovered": checkpoint.recovered})

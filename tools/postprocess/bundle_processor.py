@@ -11,6 +11,7 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import PROCESSOR_FILES, Checkpoint, checkpoints_in
 from tools.checkpoint.report import Report, joined
 from tools.checkpoint.rewrite import rewrite
+from tools.hub import local_copy
 from tools.postprocess.options import CheckpointDir, DryRun, OutputDir, Overwrite
 
 
@@ -55,7 +56,17 @@ def bundle_processor(
 
 
 def _plan(opened: Checkpoint, source: Path | None) -> Change:
-    origin = _origin(opened, source)
+    named = source or (opened.adapter_config or {}).get("base_model_name_or_path")
+    if not named and opened.processor_files:
+        return Change("has its own tokenizer or processor; nothing to do")
+    if not named:
+        raise CheckpointError(opened.path, "does not say which model it was trained from", "name it with --from")
+    origin = local_copy(named)
+    if origin is None and source:
+        raise CheckpointError(source, "not found")
+    if origin is None:
+        problem = f"trained from {named}, which is neither a directory here nor in the hub's cache"
+        raise CheckpointError(opened.path, problem, "name a local copy with --from")
     offered = [name for name in PROCESSOR_FILES if (origin / name).is_file()]
     if not offered:
         raise CheckpointError(origin, "holds no tokenizer or processor file", "name another model with --from")
@@ -63,18 +74,3 @@ def _plan(opened: Checkpoint, source: Path | None) -> Change:
     if not missing:
         return Change("all tokenizer and processor files are here; nothing to do")
     return Change(f"added {', '.join(missing)}", {name: FileCopy(origin / name) for name in missing})
-
-
-def _origin(opened: Checkpoint, source: Path | None) -> Path:
-    if source is None:
-        named = (opened.adapter_config or {}).get("base_model_name_or_path")
-        if not named:
-            raise CheckpointError(opened.path, "does not say which model it was trained from", "name it with --from")
-        source = Path(named)
-        if not source.is_dir():
-            raise CheckpointError(
-                opened.path, f"trained from {named}, which is not a directory here", "name a local copy with --from"
-            )
-    if not source.is_dir():
-        raise CheckpointError(source, "not found")
-    return source

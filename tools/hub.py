@@ -1,0 +1,22 @@
+"""Where a model that is named as on the Hugging Face hub lies on this machine."""
+
+from pathlib import Path
+
+
+def local_copy(name_or_path: str | Path) -> Path | None:
+    """The directory itself, or the snapshot of that name in the hub's cache; None when it is neither.
+
+    The network is never asked: what a training loaded is in the cache.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ModuleNotFoundError:  # without the library nothing can have been loaded by name
+        return None
+    try:
+        return Path(snapshot_download(str(name_or_path), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None

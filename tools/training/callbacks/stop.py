@@ -1,0 +1,75 @@
+# ruff: noqa: TID253 - a TrainerCallback; imported only when one is made
+"""StopCallback: a request from outside ends the training after one last save."""
+
+import logging
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+STOP_FILE = "stop"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
+    """SIGTERM, SIGINT or a file `stop` in the output directory: the step is finished, a checkpoint saved, and training
+    ends as if it were done. `reason` then says what asked for it, and the file is removed.
+
+    The handlers are installed while training runs, in the main thread only; a second signal acts as it would without
+    this callback. If training raises, call `close` to put the previous handlers back.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._saved_step = -1
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.reason = None
+        self._saved_step = state.global_step  # what was just loaded needs no second save
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._stop_if_asked(args, state, control)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._stop_if_asked(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The Trainer ends the epoch early; nothing that belongs to its real end is due."""
+        if self.reason and state.epoch % 1:
+            control.should_evaluate = False
+            control.should_save = state.global_step > self._saved_step
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._saved_step = state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Put the previous signal handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _stop_if_asked(self, args: Any, state: Any, control: Any) -> None:
+        file = Path(args.output_dir) / STOP_FILE
+        if self.reason is None and file.exists():
+            self.reason = f"the file {file}"
+        if self.reason is None or control.should_training_stop:
+            return
+        logger.info("asked to stop by %s: saving step %d", self.reason, state.global_step)
+        control.should_training_stop = True
+        control.should_save = control.should_save or state.global_step > self._saved_step
+        file.unlink(missing_ok=True)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.reason = signal.Signals(number).name
+        self.close()

@@ -1,0 +1,66 @@
+# ruff: noqa: TID253 - imported only when training starts
+"""The trackers' own callbacks, made so that none of them can end the training."""
+
+import logging
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from transformers.integrations import get_reporting_integration_callbacks
+
+logger = logging.getLogger(__name__)
+
+
+class Guarded:
+    """A callback that is switched off, with one warning, the first time that it raises."""
+
+    def __init__(self, name: str, callback: Any):
+        self.name = name
+        self._callback = callback
+        self._failed = False
+
+    def __getattr__(self, event: str) -> Any:
+        hook = getattr(self._callback, event)
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self._failed:
+                return None
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:  # whatever a tracker raises, a report is not worth the training
+                self._failed = True
+                logger.warning("%s is off: %s: %s; training goes on", self.name, type(error).__name__, error)
+                return None
+
+        return guarded
+
+
+def tracker_callbacks(names: Sequence[str], project: str, run_name: str) -> list[Guarded]:
+    """A guarded callback for each tracker that is installed, and one warning for each that is not.
+
+    wandb is used offline when nobody is logged in, rather than asking for an account.
+    """
+    os.environ.setdefault("WANDB_PROJECT", project)
+    os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", project)
+    callbacks = []
+    for name in names:
+        if find_spec(name) is None:
+            logger.warning("%s is not installed; the run is not reported to it", name)
+        else:
+            callbacks.append(Guarded(name, _callback(name, project, run_name)))
+    return callbacks
+
+
+def _callback(name: str, project: str, run_name: str) -> Any:
+    if name == "swanlab":
+        from swanlab.integration.transformers import SwanLabCallback
+
+        return SwanLabCallback(project=project, experiment_name=run_name)
+    if name == "wandb":
+        import wandb
+
+        if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
+            os.environ["WANDB_MODE"] = "offline"
+            logger.info("wandb: nobody is logged in, so the run is kept offline; `wandb sync` sends it later")
+    return get_reporting_integration_callbacks([name])[0]()

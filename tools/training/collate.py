@@ -1,0 +1,47 @@
+# ruff: noqa: TID253 - imported only by the stages, when they train
+"""Batches: tokenised rows, padded on the right to the longest of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Row = Mapping[str, Sequence[int]]
+IGNORED = -100  # label that the loss of every transformers model leaves out
+
+
+def pad(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
+    """Rows of different length as one int64 tensor [rows, longest], filled up with `value`."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
+
+
+def mask_of(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """1 on tokens and 0 on padding, int64 [rows, longest]."""
+    return pad([[1] * len(row) for row in rows], 0)
+
+
+@dataclass(frozen=True)
+class RowCollator:
+    """Rows with `input_ids` and `labels` to `input_ids`, `attention_mask` and `labels`, each int64 [rows, longest]."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        tokens = [row["input_ids"] for row in rows]
+        return {
+            "input_ids": pad(tokens, self.pad_token_id),
+            "attention_mask": mask_of(tokens),
+            "labels": pad([row["labels"] for row in rows], IGNORED),
+        }
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Preference pairs to one batch of int64 [2 * pairs, longest]: first every chosen answer, then every rejected."""
+
+    pad_token_id: int
+
+    def __call__(self, pairs: Sequence[Row]) -> dict[str, torch.Tensor]:
+        tokens = [pair[side] for side in ("chosen_input_ids", "rejected_input_ids") for pair in pairs]
+        return {"input_ids": pad(tokens, self.pad_token_id), "attention_mask": mask_of(tokens)}

@@ -1,0 +1,153 @@
+"""What a row says: the forms of instruction and preference data, told apart by their columns.
+
+Every form means what it means where it comes from. Messages, ShareGPT conversations and alpaca instructions are
+conversations, rendered by the chat template; prompt/completion and prompt/chosen/rejected are plain text when they are
+strings (as in TRL) and conversations when they are lists of messages.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tools.training.rows import Row
+
+Messages = list[dict[str, str]]
+
+_ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+_ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+
+SUPERVISED = "messages, conversations, instruction/output, prompt/completion, text"
+PREFERENCE = "prompt/chosen/rejected, instruction/chosen/rejected, conversations/chosen/rejected, chosen/rejected"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with role and content, for the chat template."""
+
+    messages: Messages
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text that no template touches; only the completion is learnt."""
+
+    prompt: str
+    completion: str
+
+
+def supervised(row: Row, *, has_template: bool) -> Conversation | Text:
+    """The example in a row of supervised data. Without a template an instruction becomes the plain text of Alpaca."""
+    columns = row.columns
+    if "messages" in columns or "conversations" in columns:
+        messages = _conversation(row)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise row.refused("has no message of the assistant, so nothing to learn")
+        return Conversation(messages)
+    if "instruction" in columns and "output" in columns:
+        return _answered(row, _instruction(row, has_template=has_template), "output")
+    if "prompt" in columns and "completion" in columns:
+        return _answered(row, _prompt(row), "completion")
+    if "text" in columns:
+        return Text("", _text(row, "text"))
+    raise _wrong_form(row, SUPERVISED)
+
+
+def preference(row: Row, *, has_template: bool) -> tuple[Conversation | Text, Conversation | Text]:
+    """The chosen and the rejected example in a row of preference data."""
+    columns = row.columns
+    if "chosen" not in columns or "rejected" not in columns:
+        raise _wrong_form(row, PREFERENCE)
+    asked: Messages | str = ""
+    if "prompt" in columns:
+        asked = _prompt(row)
+    elif "instruction" in columns:
+        asked = _instruction(row, has_template=has_template)
+    elif "messages" in columns or "conversations" in columns:
+        asked = _conversation(row)
+    return _answered(row, asked, "chosen"), _answered(row, asked, "rejected")
+
+
+def _answered(row: Row, asked: Messages | str, column: str) -> Conversation | Text:
+    """What was asked, followed by the answer in a column: a text, a message, or messages that may repeat the prompt."""
+    answer = row.columns[column]
+    if isinstance(answer, str):
+        if isinstance(asked, str):
+            return Text(asked, answer)
+        return Conversation([*asked, {"role": "assistant", "content": answer}])
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}] if asked else []
+    said = _messages(row, [answer] if isinstance(answer, dict) else answer, column)
+    if said[-1]["role"] != "assistant":
+        raise row.refused(f"{column} ends with a message of the {said[-1]['role']}, not of the assistant")
+    return Conversation(said if said[: len(asked)] == asked else [*asked, *said])
+
+
+def _prompt(row: Row) -> Messages | str:
+    prompt = row.columns["prompt"]
+    return prompt if isinstance(prompt, str) else _messages(row, prompt, "prompt")
+
+
+def _conversation(row: Row) -> Messages:
+    column = "messages" if "messages" in row.columns else "conversations"
+    if row.columns.get("tools"):
+        raise row.refused("has tools, which are not rendered", "leave such rows out")
+    return [*_system(row), *_messages(row, row.columns[column], column)]
+
+
+def _instruction(row: Row, *, has_template: bool) -> Messages | str:
+    """An alpaca row without its output: messages, or the prompt of Stanford Alpaca where there is no template."""
+    instruction, given = _text(row, "instruction"), _text(row, "input")
+    history = row.columns.get("history") or []
+    if has_template:
+        messages = _system(row)
+        for turn in history:
+            if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(said, str) for said in turn):
+                raise row.refused(f"history has {turn!r}", "write pairs: [instruction, output]")
+            messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+        return [*messages, {"role": "user", "content": f"{instruction}\n{given}" if given else instruction}]
+    if history or row.columns.get("system"):
+        raise row.refused("has a system text or a history, but the tokenizer has no chat template to render them")
+    task = "Below is an instruction that describes a task"
+    task += ", paired with an input that provides further context. " if given else ". "
+    context = f"### Input:\n{given}\n\n" if given else ""
+    return (
+        f"{task}Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
+    )
+
+
+def _system(row: Row) -> Messages:
+    system = _text(row, "system")
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _text(row: Row, column: str) -> str:
+    text = row.columns.get(column, "")
+    if not isinstance(text, str):
+        raise row.refused(f"{column} is {type(text).__name__}, not text")
+    return text
+
+
+def _messages(row: Row, turns: Any, column: str) -> Messages:
+    """Messages under role/content or under ShareGPT's from/value, in the names of chat templates."""
+    if not isinstance(turns, list):
+        raise row.refused(f"{column} is {type(turns).__name__}, not a list of messages")
+    if not turns:
+        raise row.refused(f"{column} has no messages")
+    messages = []
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise row.refused(f"message {number} of {column} is {type(turn).__name__}", "write role and content")
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if role not in _ROLES or not isinstance(content, str):
+            has = f"role {role!r} and content of type {type(content).__name__}"
+            raise row.refused(
+                f"message {number} of {column} has {has}", f"roles are {', '.join(_ROLES)}, content is text"
+            )
+        if turn.get("tool_calls"):
+            raise row.refused(f"message {number} of {column} has tool_calls, which are not rendered")
+        messages.append({"role": _ROLES[role], "content": content})
+    return messages
+
+
+def _wrong_form(row: Row, known: str) -> Exception:
+    return row.refused(f"has {', '.join(sorted(row.columns)) or 'no columns'}", f"forms are: {known}")

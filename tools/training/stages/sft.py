@@ -1,0 +1,31 @@
+# ruff: noqa: TID253 - imported only when this stage is trained
+"""Supervised fine-tuning: next-token loss on the answers, by TRL's SFTTrainer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trl import SFTConfig, SFTTrainer
+
+from tools.training.collate import RowCollator
+from tools.training.data import load_sft as load_rows
+
+__all__ = ["ARGUMENTS", "DEFAULTS", "build_trainer", "load_rows"]
+
+ARGUMENTS = SFTConfig
+# The rows arrive tokenised, cut and labelled: TRL has nothing left to prepare.
+DEFAULTS = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+
+
+def build_trainer(
+    model: Any, args: SFTConfig, train_rows: Any, eval_rows: Any, tokenizer: Any, callbacks: Sequence[Any]
+) -> SFTTrainer:
+    """An SFTTrainer that takes input_ids and labels of the rows as they are."""
+    return SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        data_collator=RowCollator(tokenizer.pad_token_id),
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+    )

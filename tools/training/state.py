@@ -1,0 +1,121 @@
+"""Where a run stands: RUN/.burnish/train.json, and the checkpoint from which it goes on."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from tools.checkpoint.errors import CheckpointBusy, CheckpointError
+from tools.checkpoint.files import fsync_folder, write_synced
+from tools.checkpoint.layout import Checkpoint, checkpoints_in
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = Path(".burnish") / "train.json"
+INITIAL_ADAPTER = "pissa_init"  # the one of this run, when its init changes the base
+
+
+class TrainingStopped(CheckpointError):
+    """Training was asked to stop: its last step is saved, and the same command goes on from there."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What train.json holds. `started` is when the process `pid` began to train (ISO 8601, UTC)."""
+
+    state: Literal["running", "stopped", "finished"]
+    fingerprint: Mapping[str, str]
+    steps: int
+    pid: int
+    started: str
+    checkpoint: str | None
+
+
+def read_state(run: Path) -> TrainState | None:
+    """The state of a run, None when it never started. Raises CheckpointError for a file that is no state."""
+    file = run / STATE_FILE
+    try:
+        return TrainState(**json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            file, f"not the state of a run ({error})", "choose another output_dir, or remove this one"
+        ) from error
+
+
+def write_state(run: Path, state: TrainState) -> None:
+    """Replace train.json as a whole: after a crash it is the old one or the new one."""
+    file = run / STATE_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".draft")
+    write_synced(draft, json.dumps(asdict(state), indent=2).encode() + b"\n")
+    draft.replace(file)
+    fsync_folder(file.parent)
+
+
+def running(fingerprint: Mapping[str, str], steps: int, checkpoint: Path | None) -> TrainState:
+    """The state of a run that this process trains from now on."""
+    name = checkpoint.name if checkpoint else None
+    return TrainState("running", fingerprint, steps, os.getpid(), datetime.now(UTC).isoformat(), name)
+
+
+def check_startable(run: Path, last: TrainState | None, fingerprint: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless this process may train in `run`, CheckpointBusy while another one does."""
+    if last is None:
+        if run.is_dir() and (found := checkpoints_in(run)):
+            problem = f"holds {found[-1].name}, but not the {STATE_FILE} of a run of Burnish"
+            raise CheckpointError(run, problem, "choose another output_dir, or move the checkpoints away")
+        return
+    if last.state == "running" and last.pid != os.getpid():
+        if _alive(last):
+            raise CheckpointBusy(run, f"process {last.pid} is training here since {last.started}", "wait, or stop it")
+        logger.info("%s: process %d, which trained here, is gone; going on from what it saved", run, last.pid)
+    if not checkpoints_in(run) and not (run / INITIAL_ADAPTER).exists():
+        return  # nothing of it is left that another configuration could spoil
+    keys = sorted(last.fingerprint.keys() | fingerprint.keys())
+    if differ := [key for key in keys if last.fingerprint.get(key) != fingerprint.get(key)]:
+        changes = ", ".join(f"{k}: {last.fingerprint.get(k, '-')} -> {fingerprint.get(k, '-')}" for k in differ)
+        remedy = "choose another output_dir, or set them back"
+        raise CheckpointError(run, f"was started with another configuration ({changes})", remedy)
+
+
+def newest_complete(run: Path) -> Path | None:
+    """The checkpoint with the highest number that is whole; each one that is not is named in the log with the reason.
+
+    Whole means: trainer_state.json, written last, is there, and every weight file has its full length.
+    """
+    for checkpoint in reversed(checkpoints_in(run) if run.is_dir() else ()):
+        reason = _missing_part(checkpoint)
+        if reason is None:
+            return checkpoint
+        logger.warning("%s is not resumed from: %s", checkpoint, reason)
+    return None
+
+
+def _missing_part(checkpoint: Path) -> str | None:
+    try:
+        opened = Checkpoint.open(checkpoint)
+        if opened.read_json("trainer_state.json") is None:
+            return "no trainer_state.json, so the save was cut short"
+        return None if opened.weights else "no weights"
+    except CheckpointError as error:
+        return str(error)
+
+
+def _alive(last: TrainState) -> bool:
+    """Whether the process that wrote the state still runs; another one may have got its number since."""
+    import psutil
+
+    try:
+        process = psutil.Process(last.pid)
+        is_older = process.create_time() <= datetime.fromisoformat(last.started).timestamp() + 1
+        return is_older and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
