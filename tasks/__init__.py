@@ -1,0 +1,1 @@
+"""The steps of `tools` as Prefect tasks: thin wrappers, no logic of their own."""
