@@ -1,0 +1,56 @@
+# Everything below works on a machine with Python >= 3.11, pip and make, and nothing else of ours.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+MODEL = .demo/model
+# Two threads for the real model; tests of tiny ones are faster with one.
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: help install model demo test test-fast lint format bench clean
+
+help:
+	@echo "make demo       train, repair, package and prove a real model on this machine (some 5 minutes)"
+	@echo "make test       every test: units, laws, a real model, a flow on a real server"
+	@echo "make test-fast  without the real model and the server (under 2 minutes)"
+	@echo "make lint       format, ruff, mypy, generated parts of the README"
+	@echo "make bench      ratios against cp and PEFT, measured side by side"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+model: $(MODEL)
+
+$(MODEL): | $(INSTALLED)
+	@mkdir -p .demo
+	$(BIN)/python examples/get_model.py $(MODEL)
+
+demo: $(INSTALLED) $(MODEL)
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED) $(MODEL)
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+test-fast: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not real and not server"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/cog --check README.md
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/cog -r README.md
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .demo .prefect build dist
