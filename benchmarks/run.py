@@ -12,7 +12,17 @@ import pissa
 import value_head
 from measure import PAIRS, compare, peak_bytes, table
 
-BENCHMARKS = (value_head.in_place, value_head.in_place_against_start, value_head.to_output, pissa.convert)
+BENCHMARKS = (
+    value_head.start,
+    value_head.in_place_1_gb,
+    value_head.in_place_4_gb,
+    value_head.in_place_16_gb,
+    value_head.in_place,
+    value_head.in_place_against_loading,
+    value_head.copied,
+    value_head.to_output,
+    pissa.convert,
+)
 
 
 def main() -> None:

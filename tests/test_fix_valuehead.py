@@ -13,7 +13,7 @@ from snapshots import contents, state
 from transformers import AutoModelForCausalLM
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.header import read_header
+from tools.checkpoint.header import build_header, read_header
 from tools.postprocess.fix_valuehead import fix_valuehead
 
 Recorded = Callable[[str], Path]
@@ -256,3 +256,23 @@ def test_a_read_only_directory_is_refused_before_anything_is_written(tiny: Path,
             fix_valuehead(path)
     finally:
         path.chmod(0o755)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts the bytes a process reads")
+def test_untouched_shards_are_read_in_their_headers_alone(tiny: Path, tmp_path: Path) -> None:
+    path = heads.sharded(tiny, tmp_path / "checkpoint")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    for number in range(4):
+        name, file = f"big.{number}", f"model-big-{number}.safetensors"
+        header = build_header([(name, "U8", (64 << 20,), 64 << 20)], {"format": "pt"})
+        (path / file).write_bytes(header)
+        os.truncate(path / file, len(header) + (64 << 20))
+        index["weight_map"][name] = file
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = bytes_read()
+    fix_valuehead(path)
+    assert bytes_read() - before < 1 << 20
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])

@@ -178,7 +178,7 @@ class Faults:
 FAULTS = Faults()
 
 
-def _points(step: Step, checkpoint: Path, copy: Path) -> Iterator[tuple[int, Path]]:
+def points(checkpoint: Path, copy: Path) -> Iterator[tuple[int, Path]]:
     """A fresh copy of the checkpoint for each file-system call the step makes, until it makes no more."""
     for call in range(1, 400):
         shutil.rmtree(copy, ignore_errors=True)
@@ -193,7 +193,7 @@ def test_a_failure_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path:
     checkpoint, step = case
     old = contents(checkpoint)
     failures = 0
-    for call, copy in _points(step, checkpoint, tmp_path / "copy"):
+    for call, copy in points(checkpoint, tmp_path / "copy"):
         try:
             with FAULTS.at(copy, call):
                 step(copy)
@@ -218,7 +218,7 @@ def test_a_failure_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path:
 def test_a_kill_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path: Path) -> None:
     checkpoint, step = case
     old, finished = contents(checkpoint), set()
-    for call, copy in _points(step, checkpoint, tmp_path / "copy"):
+    for call, copy in points(checkpoint, tmp_path / "copy"):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:

@@ -11,7 +11,7 @@ from typing import Any
 from tools.checkpoint import journal
 from tools.checkpoint.change import Change
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.files import fsync_folder
+from tools.checkpoint.files import fsync_folder, make_folder
 from tools.checkpoint.layout import TRAINING_STATE, Checkpoint
 from tools.checkpoint.report import Report
 from tools.checkpoint.staging import check_written, copy_tree, require_space, write_content
@@ -36,7 +36,8 @@ def export(
             return replace(report, summary=f"already made from {checkpoint.path}; nothing to do", details={})
         raise CheckpointError(output, "exists and is not empty", "choose another --output, or --overwrite")
     partial = output.parent / f".{output.name}.burnish-partial"
-    partial.mkdir(parents=True, exist_ok=True)
+    make_folder(output.parent)
+    partial.mkdir(exist_ok=True)
     with journal.lock(partial):
         try:
             written = _build(checkpoint, change, partial)
@@ -81,8 +82,9 @@ def _carried(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _build(checkpoint: Checkpoint, change: Change, partial: Path) -> int:
-    for entry in partial.iterdir():  # left by a process that was killed
-        if entry.name != journal.FOLDER:
+    records = partial / journal.FOLDER
+    for entry in (*partial.iterdir(), *records.iterdir()):  # left by a process that was killed
+        if entry not in (records, records / "lock"):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     carried = [entry for entry in _carried(checkpoint) if entry.name not in change.files]
     new = {name: content for name, content in change.files.items() if content is not None}
@@ -96,6 +98,7 @@ def _put_in_place(partial: Path, output: Path) -> None:
     old = output.parent / f".{output.name}.burnish-old"
     if _occupied(output):
         Checkpoint.open(output)  # whatever else lies here is not ours to replace
+        shutil.rmtree(old, ignore_errors=True)  # left by a process that was killed
         output.rename(old)
     partial.rename(output)
     fsync_folder(output.parent)

@@ -61,3 +61,20 @@ def fsync_folder(folder: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and what is missing above it, so that it survives a power cut."""
+    if not folder.exists():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
+
+
+def is_there(path: Path) -> bool:
+    """Whether the name is taken, be it by a link to nowhere; a disk that fails to say raises OSError and is no "no"."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -18,16 +18,20 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
-from tools.checkpoint.files import fsync_folder, write_synced
+from tools.checkpoint.files import fsync_folder, is_there, make_folder, write_synced
+from tools.checkpoint.opening import open_file
+from tools.checkpoint.record import is_receipt, read_record, refuse_foreign
 
 FOLDER = ".burnish"
 _HASHED_WHOLE_BYTES = 1 << 20
+# Without these no loader finds the rest, so none loads half of a change.
+_GATES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "config.json")
 
 
 @contextlib.contextmanager
@@ -55,10 +59,11 @@ def _leave_no_lock(folder: Path) -> None:
 
 def _acquire(checkpoint: Path, folder: Path) -> int:
     path = folder / "lock"
+    refuse_foreign(folder)
     while True:
         try:
             folder.mkdir(exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # the holder before us removed the folder between the two calls
             continue
         try:
@@ -71,6 +76,7 @@ def _acquire(checkpoint: Path, folder: Path) -> int:
             raise CheckpointBusy(checkpoint, f"another process is changing it ({holder})", "try again later") from None
         except OSError as error:
             os.close(fd)
+            _leave_no_lock(folder)
             raise CheckpointError(path, f"this file system has no working locks ({error.strerror})") from error
         os.close(fd)  # the holder before us removed the file that we have just locked
 
@@ -82,8 +88,8 @@ def recover(checkpoint: Path) -> str | None:
     another process is at it.
     """
     folder = checkpoint / FOLDER
-    committed = (folder / "commit.json").exists()
-    if not committed and not (folder / "stage").exists() and not (folder / "lock").exists():
+    committed = is_there(folder / "commit.json")
+    if not committed and not is_there(folder / "stage") and not is_there(folder / "lock"):
         return None
     try:
         with lock(checkpoint):
@@ -105,26 +111,74 @@ def finish(checkpoint: Path) -> str | None:
     """What `recover` does, for a caller that holds the lock."""
     folder = checkpoint / FOLDER
     record_path = folder / "commit.json"
-    if not record_path.exists():
-        if not (folder / "stage").exists():
+    if not is_there(record_path):
+        (folder / "commit.json.new").unlink(missing_ok=True)
+        if not is_there(folder / "stage"):
             return None
         shutil.rmtree(folder / "stage")
-        (folder / "commit.json.new").unlink(missing_ok=True)
         return "an interrupted step had changed nothing; what it had prepared is removed"
-    record = json.loads(record_path.read_text())
+    record = read_record(checkpoint, record_path)
     _apply(checkpoint, record)
     return f"an interrupted {record['receipt']['step']} was completed"
 
 
-def commit(checkpoint: Path, record: Mapping[str, Any]) -> None:
-    """Make the record durable and carry it out. Staged files must be flushed already."""
+def generation(checkpoint: Path) -> int | None:
+    """A number that grows with each step that changes the checkpoint; None while one is being applied."""
+    folder = checkpoint / FOLDER
+    if is_there(folder / "commit.json"):
+        return None
+    return (folder / "receipts.jsonl").stat().st_size if (folder / "receipts.jsonl").exists() else 0
+
+
+@contextlib.contextmanager
+def staging(checkpoint: Path) -> Iterator[Path]:
+    """The folder for new files, and in it `undo` for old bytes; gone again when staging fails."""
+    stage = checkpoint / FOLDER / "stage"
+    try:
+        (stage / "undo").mkdir(parents=True)
+        yield stage
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def commit(
+    checkpoint: Path,
+    receipt: Mapping[str, Any],
+    operations: Sequence[Mapping[str, Any]],
+    gate: str | None,
+    *,
+    gate_returns: bool,
+    forget: Sequence[int] = (),
+) -> None:
+    """Make the record durable and carry it out. Staged files must be flushed already.
+
+    `gate` is moved aside meanwhile, and comes back where `gate_returns` rather than being replaced; what is kept for
+    the steps in `forget` goes when all is done.
+    """
     folder = checkpoint / FOLDER
     for staged in (folder / "stage" / "undo", folder / "stage", folder, checkpoint):
         fsync_folder(staged)
+    record = {
+        "receipt": receipt,
+        "gate": gate,
+        "gate_returns": gate_returns,
+        "operations": operations,
+        "forget": list(forget),
+    }
     write_synced(folder / "commit.json.new", json.dumps(record).encode())
     (folder / "commit.json.new").replace(folder / "commit.json")
     fsync_folder(folder)
     _apply(checkpoint, record)
+
+
+def gate_for(checkpoint: Path, touched: Sequence[str]) -> str | None:
+    """The file to move aside while several of the files that are present change: one that every loader reads first."""
+    if len(touched) < 2:
+        return None
+    return next((n for n in _GATES if n in touched), None) or next(
+        (n for n in _GATES if (checkpoint / n).exists()), None
+    )
 
 
 def edit_operation(name: str, head: bytes, size: int) -> dict[str, Any]:
@@ -135,70 +189,107 @@ def edit_operation(name: str, head: bytes, size: int) -> dict[str, Any]:
 def _apply(checkpoint: Path, record: Mapping[str, Any]) -> None:
     """Carry out a committed record. Each line may be repeated: a crash at any of them is followed by all of them."""
     folder = checkpoint / FOLDER
-    stage, undo = folder / "stage", folder / "undo" / str(record["receipt"]["id"])
-    if not undo.exists():
-        undo.parent.mkdir(exist_ok=True)
+    if not any(known["id"] == record["receipt"]["id"] for known in receipts(checkpoint)):
+        _change(checkpoint, record)
+        write_receipt(checkpoint, record["receipt"])
+    for spent in record["forget"]:
+        shutil.rmtree(undo_folder(checkpoint, spent), ignore_errors=True)
+    if is_there(folder / "stage"):
+        shutil.rmtree(folder / "stage")
+    (folder / "commit.json").unlink()
+    fsync_folder(folder)
+
+
+def _change(checkpoint: Path, record: Mapping[str, Any]) -> None:
+    stage, undo = checkpoint / FOLDER / "stage", undo_folder(checkpoint, record["receipt"]["id"])
+    if not is_there(undo):
+        make_folder(undo.parent)
         (stage / "undo").rename(undo)
         fsync_folder(undo.parent)
     gate = record["gate"]
-    if gate and (checkpoint / gate).exists() and not (undo / gate).exists():
+    if gate and is_there(checkpoint / gate) and not is_there(undo / gate):
         (checkpoint / gate).rename(undo / gate)
         fsync_folder(undo)
         fsync_folder(checkpoint)
     for operation in record["operations"]:
         _OPERATIONS[operation["op"]](checkpoint, stage, undo, operation)
-    fsync_folder(undo)
     fsync_folder(checkpoint)
     if gate:
         new = stage / gate
-        if new.exists():
+        if is_there(new):
             new.rename(checkpoint / gate)
-        elif record["gate_returns"] and (undo / gate).exists():
+        elif record["gate_returns"] and is_there(undo / gate):
             (undo / gate).rename(checkpoint / gate)
         fsync_folder(checkpoint)
-    write_receipt(checkpoint, record["receipt"])
-    if stage.exists():
-        shutil.rmtree(stage)
-    (folder / "commit.json").unlink()
-    fsync_folder(folder)
+
+
+def undo_folder(checkpoint: Path, receipt_id: int) -> Path:
+    """Where the files that a step replaced or removed are kept."""
+    return checkpoint / FOLDER / "undo" / str(receipt_id)
 
 
 def _place(checkpoint: Path, stage: Path, undo: Path, operation: Mapping[str, Any]) -> None:
     name = operation["file"]
-    if not (stage / name).exists():
-        return
-    if os.path.lexists(checkpoint / name) and not os.path.lexists(undo / name):
+    if is_there(stage / name):
+        _keep(checkpoint / name, undo)
+        (stage / name).replace(checkpoint / name)
+
+
+def _keep(file: Path, undo: Path) -> None:
+    """Give a file that is about to go a second name in `undo`."""
+    kept = undo / file.name
+    if not is_there(kept):
+        if not is_there(file):
+            return
         try:
-            os.link(checkpoint / name, undo / name, follow_symlinks=False)
+            os.link(file, kept, follow_symlinks=False)
         except OSError:  # a file system without hard links: for an instant the name is absent instead
-            (checkpoint / name).rename(undo / name)
-        fsync_folder(undo)
-    (stage / name).replace(checkpoint / name)
+            file.rename(kept)
+    fsync_folder(undo)
 
 
 def _edit(checkpoint: Path, stage: Path, undo: Path, operation: Mapping[str, Any]) -> None:
+    tail = stage / f"{operation['file']}.tail"
     with (checkpoint / operation["file"]).open("r+b") as file:
         file.write(base64.b64decode(operation["head"]))
+        if tail.is_file():  # what a step had cut off comes back
+            file.seek(operation["size"] - tail.stat().st_size)
+            with tail.open("rb") as kept:
+                shutil.copyfileobj(kept, file)
         file.flush()
         file.truncate(operation["size"])
         os.fsync(file.fileno())
 
 
 def _remove(checkpoint: Path, stage: Path, undo: Path, operation: Mapping[str, Any]) -> None:
-    if os.path.lexists(checkpoint / operation["file"]):
-        (checkpoint / operation["file"]).rename(undo / operation["file"])
+    _keep(checkpoint / operation["file"], undo)
+    (checkpoint / operation["file"]).unlink(missing_ok=True)
 
 
 _OPERATIONS = {"place": _place, "edit": _edit, "remove": _remove}
 
 
 def receipts(checkpoint: Path) -> list[dict[str, Any]]:
-    """The receipts of this checkpoint, oldest first; a line cut by a power failure is not one."""
-    try:
-        lines = (checkpoint / FOLDER / "receipts.jsonl").read_bytes().split(b"\n")
-    except FileNotFoundError:
+    """The receipts of this checkpoint, oldest first; a line cut by a power failure is not one.
+
+    Raises CheckpointError naming a whole line that is none either.
+    """
+    path = checkpoint / FOLDER / "receipts.jsonl"
+    if not path.exists():
         return []
-    return [json.loads(line) for line in lines[:-1]]
+    with open_file(path) as (file, _):
+        lines = file.read().split(b"\n")
+    return [_receipt(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _receipt(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        receipt = json.loads(line)
+    except (ValueError, RecursionError):
+        receipt = None
+    if not is_receipt(receipt):
+        raise CheckpointError(path, f"line {number} is not a receipt", "remove the line")
+    return dict(receipt)
 
 
 def next_id(checkpoint: Path) -> int:
@@ -207,9 +298,7 @@ def next_id(checkpoint: Path) -> int:
 
 
 def write_receipt(checkpoint: Path, receipt: Mapping[str, Any]) -> None:
-    """Append a receipt, with the fingerprints its files have now, unless it is there already."""
-    if any(known["id"] == receipt["id"] for known in receipts(checkpoint)):
-        return
+    """Append a receipt, with the fingerprints its files have now."""
     files = {name: fingerprint(checkpoint / name) for name in receipt["files"]}
     path = checkpoint / FOLDER / "receipts.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -227,7 +316,7 @@ def fingerprint(file: Path) -> dict[str, Any] | None:
 
     Hashing a large file's data costs as much as copying it, so that is left to those who ask for it.
     """
-    if not file.exists():
+    if not file.is_file():
         return None
     stat = file.stat()
     known: dict[str, Any] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}

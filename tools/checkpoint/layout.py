@@ -1,6 +1,7 @@
 """Checkpoint: what a checkpoint directory is, read from names, JSON and headers alone."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ from typing import Any
 from tools.checkpoint import journal
 from tools.checkpoint.errors import CheckpointError, all_of
 from tools.checkpoint.header import Tensor, read_header
+from tools.checkpoint.opening import open_file
 from tools.checkpoint.pickles import read_bin
 
 # In the order in which transformers and PEFT look for them.
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 HEAD_FILES = ("value_head.safetensors", "value_head.bin")
+
+_MAX_JSON_BYTES = 100_000_000
+_TOTALS = ("total_size", "total_parameters")
 
 # What a loader of the tokenizer or of an image, video or audio processor reads.
 PROCESSOR_FILES = (
@@ -88,16 +93,19 @@ class Checkpoint:
     def open(cls, path: Path | str, *, accept_run: bool = False) -> "Checkpoint":
         """Finish an interrupted step if there is one, then read the directory.
 
-        Raises CheckpointError for a path that is missing, files that are damaged, and a directory that holds no
-        checkpoint itself but a run of them (unless `accept_run`).
+        What it returns was there at one time: it is read again when a step ends meanwhile. Raises CheckpointBusy while
+        another process applies one, and CheckpointError for a path that is missing, files that are damaged, and a
+        directory that holds no checkpoint itself but a run of them (unless `accept_run`).
         """
         path = Path(path)
-        if not path.exists():
-            raise CheckpointError(path, "not found")
-        if not path.is_dir():
-            raise CheckpointError(path, "a file, not a checkpoint directory", f"try {path.parent}")
-        recovered = journal.recover(path)
-        checkpoint = cls.read(path, recovered=recovered)
+        try:
+            if not path.exists():
+                raise CheckpointError(path, "not found")
+            if not path.is_dir():
+                raise CheckpointError(path, "a file, not a checkpoint directory", f"try {path.parent}")
+            checkpoint = cls._settled(path)
+        except OSError as error:
+            raise CheckpointError(error.filename or path, (error.strerror or str(error)).lower()) from error
         if checkpoint.kind == "run" and not accept_run:
             names = ", ".join(each.name for each in checkpoints_in(path))
             raise CheckpointError(path, f"a run directory with {names}", "name one, or add --checkpoint last, N or all")
@@ -105,6 +113,21 @@ class Checkpoint:
             problem = f"no checkpoint: neither {MODEL_FILES[0]}, {ADAPTER_FILES[0]} nor config.json is there"
             raise CheckpointError(path, problem)
         return checkpoint
+
+    @classmethod
+    def _settled(cls, path: Path) -> "Checkpoint":
+        recovered = None
+        while True:
+            recovered = journal.recover(path) or recovered
+            generation = journal.generation(path)
+            try:
+                checkpoint, problem = cls.read(path, recovered=recovered), None
+            except (CheckpointError, OSError) as error:
+                problem = error
+            if generation is not None and generation == journal.generation(path):
+                if problem:
+                    raise problem
+                return checkpoint
 
     @classmethod
     def read(cls, path: Path, *, recovered: str | None = None) -> "Checkpoint":
@@ -164,7 +187,7 @@ def _find_weights(path: Path, names: set[str], candidates: tuple[str, ...]) -> W
         if single:
             return Weights(name, (read_weight_file(path / name),))
         if index:
-            return _read_sharded(path, name)
+            return _read_sharded(path, names, name)
     return None
 
 
@@ -178,18 +201,21 @@ def read_weight_file(path: Path) -> WeightFile:
     return WeightFile(path, tensors, header.metadata)
 
 
-def _read_sharded(path: Path, name: str) -> Weights:
+def _read_sharded(path: Path, names: set[str], name: str) -> Weights:
     index_path = path / f"{name}.index.json"
     index = _read_object(index_path) or {}
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(index_path, "no weight_map from tensor names to file names", "save the checkpoint again")
+    metadata = index.get("metadata") or {}
+    if not isinstance(metadata, dict) or not all(type(metadata.get(total, 0)) in (int, float) for total in _TOTALS):
+        raise CheckpointError(index_path, "its metadata is not a map with numbers in it", "save the checkpoint again")
     shards: list[WeightFile] = []
     errors: list[CheckpointError] = []
     for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard:
+        if Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(index_path, f"names {shard}, which is not a plain file name")
-        if not (path / shard).exists():
+        if shard not in names:
             errors.append(CheckpointError(index_path, f"names {shard}, which is not there", "the save was cut short"))
             continue
         try:
@@ -216,11 +242,15 @@ def _read_object(path: Path) -> Mapping[str, Any] | None:
 
 
 def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
+    with open_file(path) as (file, size):
+        if size > _MAX_JSON_BYTES:
+            raise CheckpointError(path, f"{size} bytes, too long for a JSON file of a checkpoint")
+        raw = file.read(_MAX_JSON_BYTES)
+    try:
+        value = json.loads(raw.decode("utf-8"))
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can be read, but never written again
+        return value
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"not valid JSON ({error})", "was the save cut short?") from error
-    except OSError as error:
-        raise CheckpointError(path, (error.strerror or str(error)).lower()) from error

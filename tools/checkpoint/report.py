@@ -51,3 +51,13 @@ def joined(run: Path, reports: Sequence[Report], seconds: float) -> Report:
         bytes_written=sum(report.bytes_written for report in reports),
         seconds=round(seconds, 3),
     )
+
+
+def size_text(nbytes: int) -> str:
+    """A byte count as people read it: `538.1 MB`."""
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -21,8 +20,6 @@ from tools.checkpoint.report import Report
 from tools.checkpoint.staging import HeaderEdit, check_written, header_edit, require_space, write_content
 
 Plan = Callable[[Checkpoint], Change]
-# Read first by every loader, so that without it none loads half of a change.
-_GATES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "config.json")
 
 
 def rewrite(
@@ -108,17 +105,16 @@ def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, re
         checkpoint = Checkpoint.read(path)  # as it is now that nobody else can change it
         change = plan(checkpoint)
         change.check(checkpoint)
+        if not change.files:  # another process has done it since
+            return replace(report, summary=change.summary, details=dict(change.details))
         edits = _edits(checkpoint, change, copy)
         new = {name: c for name, c in change.files.items() if c is not None and name not in edits}
         removed = tuple(name for name, content in change.files.items() if content is None)
         require_space(path, sum(content.nbytes for content in new.values()))
         touched = [name for name in change.files if os.path.lexists(path / name)]
-        gate = _gate(touched, path)
-        try:
-            written = _stage(path, new, edits)
-        except BaseException:
-            shutil.rmtree(path / journal.FOLDER / "stage", ignore_errors=True)
-            raise
+        gate = journal.gate_for(path, touched)
+        with journal.staging(path) as stage:
+            written = _stage(path, stage, new, edits)
         operations = [
             *({"op": "place", "file": name} for name in new if name not in touched),
             *(journal.edit_operation(name, edit.head, edit.size) for name, edit in edits.items()),
@@ -126,8 +122,7 @@ def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, re
             *({"op": "remove", "file": name} for name in removed),
         ]
         receipt |= {"id": journal.next_id(path), "files": list(change.files)}
-        record = {"receipt": receipt, "gate": gate, "gate_returns": gate not in change.files, "operations": operations}
-        journal.commit(path, record)
+        journal.commit(path, receipt, operations, gate, gate_returns=gate not in change.files)
         check_written(path, change)
     odd = [name for name, edit in edits.items() if len(edit.head) % 8]
     note = {"not aligned to 8 bytes": f"{', '.join(odd)}: legal, but some readers mind; --copy aligns"} if odd else {}
@@ -142,17 +137,8 @@ def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, re
     )
 
 
-def _gate(touched: list[str], path: Path) -> str | None:
-    """The file to move aside while several present files change."""
-    if len(touched) < 2:
-        return None
-    return next((n for n in _GATES if n in touched), None) or next((n for n in _GATES if (path / n).exists()), None)
-
-
-def _stage(path: Path, new: Mapping[str, Content], edits: Mapping[str, HeaderEdit]) -> int:
+def _stage(path: Path, stage: Path, new: Mapping[str, Content], edits: Mapping[str, HeaderEdit]) -> int:
     """Write the new files, and what undo needs of the edited ones, under `.burnish/stage`; returns the bytes."""
-    stage = path / journal.FOLDER / "stage"
-    (stage / "undo").mkdir(parents=True)
     written = sum(write_content(content, stage / name) for name, content in new.items())
     for name, edit in edits.items():
         with (path / name).open("rb") as file:

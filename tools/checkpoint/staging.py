@@ -11,6 +11,7 @@ from tools.checkpoint.change import Change, Computed, Content, FileCopy, Source,
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.files import copy_range, fsync_folder
 from tools.checkpoint.layout import Checkpoint, read_weight_file
+from tools.checkpoint.opening import open_file
 
 # Above this huggingface_hub no longer reads a header, so a longer one is never made in place.
 MAX_EDITED_HEADER_BYTES = 25_000_000
@@ -57,8 +58,8 @@ def write_content(content: Content, target: Path) -> int:
             case TextFile(text):
                 out.write(text.encode())
             case FileCopy(source):
-                with source.open("rb") as file:
-                    copy_range(file, 0, os.fstat(file.fileno()).st_size, out)
+                with open_file(source) as (file, size):
+                    copy_range(file, 0, size, out)
             case TensorFile() if target.suffix == ".bin":
                 _write_bin(content, out)
             case TensorFile():

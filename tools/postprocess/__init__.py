@@ -6,9 +6,21 @@ from tools.checkpoint.report import Report
 from tools.postprocess.bundle_processor import bundle_processor
 from tools.postprocess.convert_pissa import convert_pissa
 from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.forget import forget
+from tools.postprocess.history import history
 from tools.postprocess.inspect import inspect
+from tools.postprocess.undo import undo
 from tools.postprocess.verify import verify
 
-STEPS: tuple[Callable[..., Report], ...] = (fix_valuehead, convert_pissa, bundle_processor, inspect, verify)
+STEPS: tuple[Callable[..., Report], ...] = (
+    fix_valuehead,
+    convert_pissa,
+    bundle_processor,
+    inspect,
+    verify,
+    history,
+    undo,
+    forget,
+)
 # Those that take a run directory as all its checkpoints.
 TAKES_RUN = (bundle_processor, inspect)

@@ -214,13 +214,19 @@ def _refuse_other_run(trained: Checkpoint, initial: Checkpoint) -> None:
 
 
 def rank_of(config: Mapping[str, Any], name: str) -> int:
-    """The rank that adapter_config.json gives the module of a tensor; the first matching pattern wins, as in PEFT."""
+    """The rank that adapter_config.json gives the module of a tensor; the first matching pattern wins, as in PEFT.
+
+    Raises CheckpointError for a pattern that is no regular expression, and a rank that is no number.
+    """
     match = _FACTOR.fullmatch(name)
     assert match
     module = match["module"].removeprefix("base_model.model.")
     patterns: Mapping[str, int] = config.get("rank_pattern") or {}
-    found = (rank for key, rank in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-    return next(found, int(config["r"]))
+    try:
+        found = (rank for key, rank in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        return int(next(found, config["r"]))
+    except (re.error, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("adapter_config.json", f"r or rank_pattern cannot be read ({error})") from error
 
 
 def _is_converted(trained: Checkpoint, initial: Checkpoint) -> bool:

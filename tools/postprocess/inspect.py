@@ -6,7 +6,7 @@ from typing import Any
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.heads import find_heads
 from tools.checkpoint.layout import Checkpoint, Weights, checkpoints_in
-from tools.checkpoint.report import Report
+from tools.checkpoint.report import Report, size_text
 from tools.postprocess.options import CheckpointDir
 
 
@@ -89,13 +89,3 @@ def _adapter(config: Any) -> dict[str, Any]:
         field: config[field] for field in (*fields, *more) if config.get(field) not in (None, {}, [], "none", False)
     }
     return shown
-
-
-def size_text(nbytes: int) -> str:
-    """A byte count as people read it: `538.1 MB`."""
-    amount = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
