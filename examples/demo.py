@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.report import Report
 
 EXAMPLES = Path(os.path.relpath(Path(__file__).parent))
@@ -75,7 +76,7 @@ def main(folder: Path) -> None:
 
 def steps_table(reports: dict[str, Sequence[Report]]) -> Table:
     """What every step did, and in how many seconds."""
-    table = Table("run", "step", "seconds", "what it did", title="Steps", title_justify="left")
+    table = Table("run", "step", "seconds", Column("what it did", overflow="fold"), title="Steps", title_justify="left")
     for name, done in reports.items():
         for report in done:
             table.add_row(name, report.step, f"{report.seconds:.1f}", report.summary)
@@ -84,7 +85,7 @@ def steps_table(reports: dict[str, Sequence[Report]]) -> Table:
 
 def made_table(folder: Path, runs: dict[str, Path], adapter: str, reward: str) -> Table:
     """What lies where now."""
-    table = Table("what", "where", title="Made", title_justify="left")
+    table = Table("what", Column("where", overflow="fold"), title="Made", title_justify="left")
     table.add_row("the model, as downloaded", str(folder / "model"))
     table.add_row("PiSSA training: checkpoints, optimizer, log", str(runs["sft"]))
     table.add_row("its adapter as plain LoRA for the model above, with tokenizer", adapter)
@@ -94,4 +95,7 @@ def made_table(folder: Path, runs: dict[str, Path], adapter: str, reward: str) -
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".demo"))
+    try:
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else ".demo"))
+    except CheckpointError as error:
+        sys.exit(f"error: {error}")

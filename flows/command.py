@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from prefect import Flow
@@ -60,11 +60,17 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def run_command(flow: Flow[..., list[Report]], command: argparse.ArgumentParser) -> NoReturn:
-    """Run the flow with the arguments of the command line and print its reports; exits with the code of its error."""
+def run_command(
+    flow: Flow[..., list[Report]], command: argparse.ArgumentParser, check: Callable[..., object]
+) -> NoReturn:
+    """Run the flow with the arguments of the command line and print its reports; exits with the code of its error.
+
+    `check` gets the same parameters and raises what is plainly wrong with them, before a server is started.
+    """
     parameters = vars(command.parse_intermixed_args())
     with quiet():
         try:
+            check(**parameters)
             print(table(flow(**parameters)))
         except CheckpointError as error:
             print(f"error: {error}", file=sys.stderr)

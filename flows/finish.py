@@ -8,7 +8,7 @@ from prefect.runtime import flow_run
 
 from flows.command import command_for, publish, run_command
 from tasks.postprocess import bundle_processor, convert_pissa, fix_valuehead, verify
-from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.errors import CheckpointError, all_of
 from tools.checkpoint.layout import Checkpoint, checkpoints_in
 from tools.checkpoint.report import Report
 
@@ -31,19 +31,34 @@ def finish(checkpoint: Path, base: Path | None = None, init: Path | None = None)
     if not checkpoint.is_dir():
         raise CheckpointError(checkpoint, f"not found on {socket.gethostname()}")
     reports: list[Report] = []
-    for each in checkpoints_in(checkpoint) or (checkpoint,):
-        reports += finish_checkpoint(each, base=base, init=init)
+    damaged: list[CheckpointError] = []
+    for each in _checkpoints(checkpoint):
+        try:
+            reports += finish_checkpoint(each, base=base, init=init)
+        except CheckpointError as error:  # the others are finished all the same
+            damaged.append(error)
     publish(reports, f"Finished: {checkpoint}")
+    if damaged:
+        raise all_of(damaged)
     return reports
 
 
+def _checkpoints(path: Path) -> list[Path]:
+    """The checkpoints of a run, and the run itself where it holds a model of its own; else the checkpoint."""
+    is_one = Checkpoint.open(path, accept_run=True).kind not in ("run", "nothing", "config")
+    return [*checkpoints_in(path), *([path] if is_one else [])] or [path]
+
+
 def finish_checkpoint(checkpoint: Path, *, base: Path | None = None, init: Path | None = None) -> list[Report]:
-    """Everything between a trained checkpoint and one that others can load; what is done reports nothing to do."""
+    """Everything between a trained checkpoint and one that others can load; what is done reports nothing to do.
+
+    A finished form of an earlier state of the checkpoint is made anew.
+    """
     trained = Checkpoint.open(checkpoint)
-    output = checkpoint.parent / "finished" / checkpoint.name if trained.training_state else None
+    output = checkpoint.parent / "finished" / checkpoint.name if trained.is_training_state else None
     finished = output or checkpoint
     logits = checkpoint / ".burnish" / "trained_logits.safetensors"
-    reports = [fix_valuehead(checkpoint, output=output)]
+    reports = [fix_valuehead(checkpoint, output=output, overwrite=output is not None)]
     if trained.adapter_config is not None:
         reports.append(convert_pissa(finished, init=init))
     reports.append(bundle_processor(finished, source=base))
@@ -56,4 +71,4 @@ if __name__ == "__main__":
     command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=said["checkpoint"])
     command.add_argument("--from", type=Path, dest="base", metavar="BASE", help=said["base"])
     command.add_argument("--init", type=Path, metavar="ADAPTER", help=said["init"])
-    run_command(finish, command)
+    run_command(finish, command, lambda checkpoint, base, init: Checkpoint.open(checkpoint, accept_run=True))

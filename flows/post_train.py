@@ -44,4 +44,4 @@ if __name__ == "__main__":
     command.add_argument("config", type=Path, metavar="CONFIG", help=said["config"])
     command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=said["overrides"])
     command.add_argument("--which", choices=["last", "all"], default="last", help=said["which"])
-    run_command(post_train, command)
+    run_command(post_train, command, lambda config, overrides, which: load_config(config, overrides))

@@ -105,7 +105,17 @@ def test_which_checkpoints_of_a_run(tiny: Path, tmp_path: Path) -> None:
     ]
     assert contents(run) == before
     unknown = runner.invoke(app, ["fix-valuehead", str(run), "--checkpoint", "12"])
-    assert "no checkpoint is chosen by --checkpoint 12; there are checkpoint-9" in unknown.stderr
+    assert "has no checkpoint 12: there are checkpoint-9" in unknown.stderr
+
+
+def test_one_bad_checkpoint_of_a_run_does_not_hide_the_others(tiny: Path, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        heads.flat(tiny, tmp_path / "run" / f"checkpoint-{number}")
+    (tmp_path / "run/checkpoint-2/model.safetensors").write_bytes(b"short")
+    done = runner.invoke(app, ["fix-valuehead", str(tmp_path / "run"), "--checkpoint", "all"])
+    assert done.exit_code == 1
+    assert done.stdout.count("value head split out") == 2
+    assert done.stderr.count("error: ") == 1
 
 
 def test_a_busy_checkpoint_is_exit_code_3(tiny: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_plain_lora_is_nothing_to_do_even_beside_an_initial_adapter(tiny: Path, 
 def test_training_state_is_not_doubled_in_place(tiny: Path, tmp_path: Path) -> None:
     run = adapters.train(tiny, tmp_path)
     (run.adapter / "optimizer.pt").write_bytes(b"state")
-    with pytest.raises(CheckpointError, match=r"still holds training state \(optimizer.pt\).*choose an --output"):
+    with pytest.raises(CheckpointError, match=r"still holds an optimizer, .*choose an --output"):
         convert_pissa(run.adapter, init=run.init)
     report = convert_pissa(run.adapter, init=run.init, output=tmp_path / "lora")
     assert report.details["left_out"] == ["optimizer.pt"]
@@ -209,7 +210,19 @@ def _not_lora(run: adapters.Trained) -> tuple[Path, Path | None]:
     return run.adapter, run.init
 
 
+def _odd_number(**values: Any) -> Callable[[adapters.Trained], tuple[Path, Path | None]]:
+    def spoil(run: adapters.Trained) -> tuple[Path, Path | None]:
+        set_config(run.adapter, **values)
+        return run.adapter, run.init
+
+    return spoil
+
+
 REFUSED = {
+    "rank as text": (_odd_number(r="4"), r"adapter_config.json: r is '4', not a number"),
+    "no alpha": (_odd_number(lora_alpha=None), r"lora_alpha is None, not a number"),
+    "patterns as a list": (_odd_number(rank_pattern=["q_proj"]), r"rank_pattern is \['q_proj'\], not a map"),
+    "itself as init": (lambda run: (run.adapter, run.adapter), r"is the trained adapter itself"),
     "no initial adapter": (_no_init, r"the adapter as it was before training is not here; name it with --init"),
     "a full model": (lambda run: (run.base, run.init), r"a full model: adapter_config.json is not there"),
     "a full model as init": (lambda run: (run.adapter, run.base), r"no adapter: adapter_config.json"),

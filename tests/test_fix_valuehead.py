@@ -74,6 +74,21 @@ def test_a_file_that_others_hold_is_not_edited(layout: str, tiny: Path, tmp_path
     assert not (path / "model.safetensors").is_symlink()
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "before torch 1.6"])
+def test_a_bin_becomes_safetensors_on_request(old: bool, tiny: Path, tmp_path: Path) -> None:
+    path = heads.pickled(tiny, tmp_path / "checkpoint")
+    if old:
+        tensors = torch.load(path / "pytorch_model.bin", weights_only=True)
+        torch.save(tensors, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    report = fix_valuehead(path, safetensors=True)
+    assert (report.written, report.removed) == (
+        ("model.safetensors", "value_head.safetensors"),
+        ("pytorch_model.bin",),
+    )
+    assert torch.equal(logits(path), logits(tiny))
+    assert load_file(path / "value_head.safetensors").keys() == HEAD_NAMES
+
+
 def test_metadata_of_the_file_is_kept(tiny: Path, tmp_path: Path) -> None:
     path = heads.flat(tiny, tmp_path / "checkpoint")
     fix_valuehead(path)
@@ -96,6 +111,15 @@ def test_vh_01_every_name_behind_a_wrapper_prefix(tiny: Path, tmp_path: Path) ->
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert torch.equal(logits(path), logits(tiny))
     assert not fix_valuehead(path).changed
+
+
+def test_a_prefix_goes_without_a_head_too(tiny: Path, tmp_path: Path) -> None:
+    path = heads.prefixed(tiny, tmp_path / "checkpoint")
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if name not in HEAD_NAMES}, path / "model.safetensors")
+    report = fix_valuehead(path)
+    assert report.summary == "pretrained_model. dropped from 21 names; there is no value head"
+    assert torch.equal(logits(path), logits(tiny))
 
 
 def test_vh_02_the_head_in_the_last_of_several_shards(tiny: Path, tmp_path: Path) -> None:

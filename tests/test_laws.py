@@ -1,5 +1,6 @@
 """The laws that every step obeys, on every layout it changes."""
 
+import json
 import os
 import shutil
 import sys
@@ -113,9 +114,57 @@ def test_a_foreign_output_is_refused(case: Case, tmp_path: Path) -> None:
     (tmp_path / "output" / "mine.txt").write_text("keep me")
     with pytest.raises(CheckpointError, match="exists and is not empty; choose another --output, or --overwrite"):
         step(checkpoint, output=tmp_path / "output")
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    (tmp_path / "output" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="was not made by --output, so it is not replaced; remove it yourself"):
         step(checkpoint, output=tmp_path / "output", overwrite=True)
     assert (tmp_path / "output" / "mine.txt").read_text() == "keep me"
+
+
+@pytest.mark.parametrize("where", [".", "..", "inside"])
+def test_an_output_never_replaces_what_is_read(where: str, case: Case, tmp_path: Path) -> None:
+    checkpoint, step = case
+    output = checkpoint / where
+    for target in (output, output.resolve()):
+        (target / ".burnish").mkdir(parents=True, exist_ok=True)
+        receipt = {
+            "id": 1,
+            "step": "x",
+            "version": "1",
+            "time": "",
+            "options": {},
+            "source": {"files": {}},
+            "files": {},
+        }
+        (target / ".burnish" / "receipts.jsonl").write_text(json.dumps(receipt) + "\n")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=r"which is read from|lies inside"):
+        step(checkpoint, output=output, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_an_output_of_another_state_is_replaced_on_request_alone(case: Case, tmp_path: Path) -> None:
+    checkpoint, step = case
+    step(checkpoint, output=tmp_path / "output")
+    (checkpoint / "notes.txt").write_text("new")
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        step(checkpoint, output=tmp_path / "output")
+    step(checkpoint, output=tmp_path / "output", overwrite=True)
+    assert (tmp_path / "output" / "notes.txt").read_text() == "new"
+    (tmp_path / "output" / "notes.txt").unlink()
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        step(checkpoint, output=tmp_path / "output")
+
+
+def test_a_kill_between_the_two_renames_of_an_overwrite_loses_nothing(case: Case, tmp_path: Path) -> None:
+    checkpoint, step = case
+    step(checkpoint, output=tmp_path / "output")
+    whole = contents(tmp_path / "output")
+    (tmp_path / "output").rename(tmp_path / ".output.burnish-old")
+    assert not step(checkpoint, output=tmp_path / "output").changed
+    assert contents(tmp_path / "output") == whole
+    shutil.copytree(tmp_path / "output", tmp_path / ".output.burnish-old")
+    step(checkpoint, output=tmp_path / "output")
+    assert not (tmp_path / ".output.burnish-old").exists()
 
 
 def test_dry_run_changes_nothing(case: Case, tmp_path: Path) -> None:

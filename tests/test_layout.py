@@ -120,7 +120,8 @@ def test_an_adapter_without_weights(recorded: Recorded) -> None:
         Checkpoint.open(path)
 
 
-def test_a_bin_is_read_without_torch_and_its_ranges_are_the_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
+def test_a_bin_is_read_without_torch_and_its_ranges_are_the_tensors(zipped: bool, tmp_path: Path) -> None:
     tensors = {
         "fp32": torch.randn(3, 4),
         "bf16": torch.randn(5).bfloat16(),
@@ -128,7 +129,8 @@ def test_a_bin_is_read_without_torch_and_its_ranges_are_the_tensors(tmp_path: Pa
         "ints": torch.arange(7),
         "scalar": torch.tensor(3.5),
     }
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    tensors["tied"] = tensors["fp32"]
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     content = (tmp_path / "pytorch_model.bin").read_bytes()
     found = read_bin(tmp_path / "pytorch_model.bin")
     assert found.keys() == tensors.keys()
@@ -148,7 +150,7 @@ def test_a_bin_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(CheckpointError, match=r"its pickle needs __builtin__.print; only plain tensors are read"):
         read_bin(tmp_path / "pytorch_model.bin")
     (tmp_path / "old.bin").write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(CheckpointError, match=r"not a zip file as torch.save writes"):
+    with pytest.raises(CheckpointError, match=r"not a file as torch.save writes it"):
         read_bin(tmp_path / "old.bin")
     assert capsys.readouterr().out == ""
 
@@ -157,3 +159,12 @@ def test_a_strided_tensor_in_a_bin_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.randn(4, 4).T}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="a tensor that is not contiguous"):
         read_bin(tmp_path / "pytorch_model.bin")
+
+
+def test_an_old_bin_that_is_cut_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(4)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "old.bin").read_bytes()
+    for length in range(15, len(whole)):
+        (tmp_path / "old.bin").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="its pickle is damaged"):
+            read_bin(tmp_path / "old.bin")

@@ -87,8 +87,40 @@ def test_logits_that_training_recorded(split: Path, tiny: Path, tmp_path: Path) 
 
 def test_a_prefix_that_would_load_as_random_weights(tiny: Path, tmp_path: Path) -> None:
     path = heads.prefixed(tiny, tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"21 names such as pretrained_model.* have a wrapper prefix"):
+        verify(path)
     with pytest.raises(CheckpointError, match=r"21 weights are missing and would be random: lm_head.weight"):
-        verify(path, logits=tiny)
+        verify(tiny, logits=path)
+
+
+def test_a_directory_that_nothing_loads(recorded: "object") -> None:
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        verify(recorded("zero3-checkpoint"))  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"has no config.json; copy it from the base model"):
+        verify(recorded("hf-trainer-valuehead"))  # type: ignore[operator]
+
+
+def test_a_checkpoint_of_our_training_stands_for_the_model_it_recorded(split: Path, tiny: Path, tmp_path: Path) -> None:
+    trained = Path(shutil.copytree(tiny, tmp_path / "trained"))
+    logits.save(AutoModelForCausalLM.from_pretrained(tiny), trained / ".burnish" / "trained_logits.safetensors")
+    spoiled(trained)  # what was recorded counts, not what a load gives now
+    assert verify(split, logits=trained).details["logits"]["largest difference"] < 1e-6
+
+
+def test_options_that_compare_need_something_to_compare_with(split: Path, tiny: Path) -> None:
+    with pytest.raises(CheckpointError, match="say how to compare; add --logits"):
+        verify(split, base=tiny)
+
+
+def test_another_vocabulary(split: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)).save_pretrained(tmp_path / "larger")
+    with pytest.raises(CheckpointError, match=r"has 64 tokens, .* has more; the vocabularies differ"):
+        verify(split, logits=tmp_path / "larger")
+    with pytest.raises(CheckpointError, match="the vocabularies differ"):
+        verify(tmp_path / "larger", logits=split)
 
 
 def test_nan_never_passes(split: Path, tiny: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tools import __version__
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import checkpoints_in
 from tools.checkpoint.report import Report
@@ -44,17 +45,20 @@ def add_command(step: Callable[..., Report], *, takes_checkpoint: bool = True, e
     def command(
         *, json: bool = False, quiet: bool = False, verbose: bool = False, which: str | None = None, **given: Any
     ) -> None:
+        exit_codes = []
         try:
             for options in _each(given, first, which):
-                report = step(**options)
+                try:
+                    report = step(**options)
+                except CheckpointError as error:  # the next checkpoint of the run may be whole
+                    exit_codes.append(_told(error, name, extra, verbose))
+                    continue
                 if not quiet:
                     typer.echo(dumps(report.as_dict()) if json else report_text(report))
         except (CheckpointError, ModuleNotFoundError, KeyboardInterrupt) as error:
-            if verbose:
-                traceback.print_exc()
-            message, exit_code = _explained(error, name, extra)
-            typer.echo(message, err=True)
-            raise typer.Exit(exit_code) from None
+            exit_codes.append(_told(error, name, extra, verbose))
+        if exit_codes:
+            raise typer.Exit(exit_codes[0])
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     more = [
@@ -68,10 +72,19 @@ def add_command(step: Callable[..., Report], *, takes_checkpoint: bool = True, e
     app.command(name, help=inspect.getdoc(step))(command)
 
 
+def _told(error: BaseException, command: str, extra: str, verbose: bool) -> int:
+    """Print an error that is the user's to mend and return the exit code; raises any other again."""
+    if verbose:
+        traceback.print_exc()
+    message, exit_code = _explained(error, command, extra)
+    typer.echo(message, err=True)
+    return exit_code
+
+
 def _explained(error: BaseException, command: str, extra: str) -> tuple[str, int]:
     """What to print for an error that is the user's to mend, and the exit code; raises any other again."""
     if isinstance(error, CheckpointError):
-        return "\n".join(f"error: {line}" for line in str(error).splitlines()), error.exit_code
+        return "\n".join(f"{error.label}: {line}" for line in str(error).splitlines()), error.exit_code
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] not in {"", "tools"}:
         return f"error: tools {command} needs {error.name}; pip install 'burnish[{extra}]'", 1
     if isinstance(error, KeyboardInterrupt):
@@ -85,10 +98,11 @@ def _each(params: dict[str, Any], argument: str, which: str | None) -> list[dict
         return [params]
     run = Path(params[argument])
     found = checkpoints_in(run) if run.is_dir() else ()
-    chosen = {"all": found, "last": found[-1:]}.get(which, tuple(p for p in found if p.name == f"checkpoint-{which}"))
+    number = which.removeprefix("checkpoint-").lstrip("0")
+    chosen = {"all": found, "last": found[-1:]}.get(which, tuple(p for p in found if p.name == f"checkpoint-{number}"))
     if not chosen:
         names = ", ".join(path.name for path in found) or "no checkpoints"
-        raise CheckpointError(run, f"no checkpoint is chosen by --checkpoint {which}", f"there are {names}")
+        raise CheckpointError(run, f"has no checkpoint {which}: there are {names}", "say last, all or a number")
     if len(chosen) == 1 or not params.get("output"):
         return [params | {argument: path} for path in chosen]
     return [params | {argument: path, "output": params["output"] / path.name} for path in chosen]
@@ -100,7 +114,8 @@ def report_text(report: Report) -> str:
     if report.changed:
         done = (("wrote", report.written), ("edited the header of", report.edited), ("removed", report.removed))
         what = "; ".join(f"{verb} {', '.join(names)}" for verb, names in done if names)
-        lines.append(f"  {what} ({report.bytes_written:,} bytes in {report.seconds:g} s)")
+        cost = [f"{report.bytes_written:,} bytes"] if report.bytes_written else []
+        lines.append(f"  {what or report.step} ({', '.join([*cost, f'{report.seconds:g} s'])})")
     return "\n".join([*lines, *_details(report.details, "  ")])
 
 
@@ -146,6 +161,21 @@ def _log_to_stderr() -> None:
 for _step in STEPS:
     add_command(_step, takes_checkpoint=_step not in TAKES_RUN)
 add_command(train, takes_checkpoint=False, extra="train")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

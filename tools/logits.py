@@ -55,9 +55,13 @@ def save(model: "torch.nn.Module", path: Path) -> None:
 
 def load(path: Path) -> tuple["torch.Tensor", list[list[int]]]:
     """What `save` wrote: the logits and the rows they belong to."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    saved = load_file(path)
+    try:
+        saved = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(path, f"not a safetensors file ({error})", "name a checkpoint directory") from error
     if saved.keys() != {"logits", "rows"}:
         raise CheckpointError(path, f"holds {', '.join(saved)}, not logits and rows", "name a checkpoint directory")
     return saved["logits"], saved["rows"].tolist()
@@ -78,10 +82,14 @@ def load_model(path: Path, base: Path | None = None) -> Any:
         return _load_adapter(checkpoint, base)
     if checkpoint.config is None:
         raise CheckpointError(path, "has no config.json", "copy it from the base model")
-    with _quiet():
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", output_loading_info=True, local_files_only=True
-        )
+    try:
+        with _quiet():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                path, dtype="auto", output_loading_info=True, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(path, f"transformers does not load it as a causal LM ({reason})") from error
     if missing := sorted(loading["missing_keys"]):
         problem = f"{len(missing)} weights are missing and would be random: {', '.join(missing[:3])}"
         raise CheckpointError(path, problem, "do the names have a prefix that does not belong there?")

@@ -120,6 +120,11 @@ class Change:
                 if file.name in self.files and (file.path, name) not in kept and name not in self.dropped:
                     raise AssertionError(f"{file.path}: {name} would be lost")
 
+    def inputs(self) -> set[Path]:
+        """Every file that is read to write the wanted ones."""
+        copied = {content.source for content in self.files.values() if isinstance(content, FileCopy)}
+        return copied | {source.file.path for source in self._sources()}
+
     def _sources(self) -> Iterable[Stored]:
         for content in self.files.values():
             if isinstance(content, TensorFile):
@@ -149,21 +154,27 @@ def refuse_ungathered(checkpoint: Checkpoint) -> None:
                 )
 
 
-def renamed(weights: Weights, names: Mapping[str, str | None]) -> dict[str, Content | None]:
+def renamed(
+    weights: Weights, names: Mapping[str, str | None], file_names: Mapping[str, str] | None = None
+) -> dict[str, Content | None]:
     """The files and the index of `weights` after tensors got new names or (None) left; untouched shards stay out.
 
-    A shard that loses its last tensor goes. `total_size` and `total_parameters` of the index follow.
+    A shard that loses its last tensor goes. `total_size` and `total_parameters` of the index follow. `file_names` gives
+    files and index other names.
     """
     files: dict[str, Content | None] = {}
     weight_map: dict[str, str] = {}
+    moved = file_names or {}
     for file in weights.files:
         new = {n: Stored(file, old) for old in file.tensors if (n := names.get(old, old)) is not None}
-        weight_map |= dict.fromkeys(new, file.name)
-        if list(new) != list(file.tensors):
-            files[file.name] = TensorFile(new, file.metadata) if new else None
+        target = moved.get(file.name, file.name)
+        weight_map |= dict.fromkeys(new, target)
+        if target != file.name or list(new) != list(file.tensors):
+            files |= {file.name: None, **({target: TensorFile(new, file.metadata)} if new else {})}
     if files and weights.index is not None:
         gone = [tensor for old, tensor in weights.tensors.items() if names.get(old, old) is None]
-        files[weights.index_name] = _index(weights.index, weight_map, gone) if weight_map else None
+        target = moved.get(weights.index_name, weights.index_name)
+        files |= {weights.index_name: None, **({target: _index(weights.index, weight_map, gone)} if weight_map else {})}
     return files
 
 

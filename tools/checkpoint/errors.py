@@ -19,6 +19,7 @@ class CheckpointError(Exception):
     """
 
     exit_code = 1
+    label = "error"
 
     def __init__(self, path: Path | str, problem: str, remedy: str = "", others: "tuple[CheckpointError, ...]" = ()):
         self.path = path

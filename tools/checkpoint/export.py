@@ -10,14 +10,14 @@ from typing import Any
 
 from tools.checkpoint import journal
 from tools.checkpoint.change import Change
-from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.errors import CheckpointBusy, CheckpointError
 from tools.checkpoint.files import fsync_folder, make_folder
 from tools.checkpoint.layout import TRAINING_STATE, Checkpoint
 from tools.checkpoint.report import Report
 from tools.checkpoint.staging import check_written, copy_tree, require_space, write_content
 
-# Neither part of a checkpoint: our own records, and the other checkpoints of a run that keeps its last one at the top.
-_NOT_CARRIED = re.compile(rf"{re.escape(journal.FOLDER)}|checkpoint-\d+|finished")
+# No part of a checkpoint for use: our own records, the other checkpoints of a run, and a pickle of trainer arguments.
+_NOT_CARRIED = re.compile(rf"{re.escape(journal.FOLDER)}|checkpoint-\d+|finished|training_args\.bin")
 
 
 def export(
@@ -29,12 +29,10 @@ def export(
     """
     report = replace(report, path=str(output))
     source = _source(checkpoint, output)
-    if output.resolve().is_relative_to(checkpoint.path.resolve()):
-        raise CheckpointError(output, "lies inside the checkpoint", "choose another --output")
-    if _occupied(output) and not overwrite:
-        if _made_from(output, {**receipt, "source": source}):
-            return replace(report, summary=f"already made from {checkpoint.path}; nothing to do", details={})
-        raise CheckpointError(output, "exists and is not empty", "choose another --output, or --overwrite")
+    _clear_interrupted(output)
+    if _is_made(output, {**receipt, "source": source}):
+        return replace(report, summary=f"already made from {checkpoint.path}; nothing to do", details={})
+    check_output(checkpoint, change, output, overwrite)
     partial = output.parent / f".{output.name}.burnish-partial"
     make_folder(output.parent)
     partial.mkdir(exist_ok=True)
@@ -48,7 +46,11 @@ def export(
             raise
     fsync_folder(partial)
     names = tuple(sorted(entry.name for entry in partial.iterdir() if entry.name != journal.FOLDER))
-    _put_in_place(partial, output)
+    if _occupied(output):
+        output.rename(_old(output))
+    partial.rename(output)
+    fsync_folder(output.parent)
+    _clear_interrupted(output)
     summary = report.summary if change.files else f"{report.summary.removesuffix('; nothing to do')}; copied unchanged"
     left_out = {"left_out": list(checkpoint.training_state)} if checkpoint.training_state else {}
     return replace(
@@ -61,8 +63,43 @@ def export(
     )
 
 
+def check_output(checkpoint: Checkpoint, change: Change, output: Path, overwrite: bool) -> None:
+    """Raise CheckpointError for an output that is in the way of an input, or that holds what --output did not make."""
+    place = output.resolve()
+    if output.is_symlink():
+        raise CheckpointError(output, "a symbolic link", "name the directory itself")
+    if place.is_relative_to(checkpoint.path.resolve()):
+        raise CheckpointError(output, f"lies inside {checkpoint.path}", "choose another --output")
+    for read in (checkpoint.path, *change.inputs()):
+        if read.resolve().is_relative_to(place):
+            raise CheckpointError(output, f"holds {read}, which is read from", "choose another --output")
+    if _occupied(output):
+        if not overwrite:
+            raise CheckpointError(output, "exists and is not empty", "choose another --output, or --overwrite")
+        if "source" not in _first_receipt(output):
+            raise CheckpointError(output, "was not made by --output, so it is not replaced", "remove it yourself")
+
+
 def _occupied(output: Path) -> bool:
     return os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir()))
+
+
+def _first_receipt(output: Path) -> Mapping[str, Any]:
+    return next(iter(journal.receipts(output)), {}) if output.is_dir() else {}
+
+
+def _old(output: Path) -> Path:
+    return output.parent / f".{output.name}.burnish-old"
+
+
+def _clear_interrupted(output: Path) -> None:
+    """Put back what was moved aside when the new one never came, else remove it."""
+    if _old(output).exists():
+        if os.path.lexists(output):
+            shutil.rmtree(_old(output))
+        else:
+            _old(output).rename(output)
+        fsync_folder(output.parent)
 
 
 def _source(checkpoint: Checkpoint, output: Path) -> dict[str, Any]:
@@ -71,9 +108,22 @@ def _source(checkpoint: Checkpoint, output: Path) -> dict[str, Any]:
     return {"path": os.path.relpath(checkpoint.path.resolve(), output.parent.resolve()), "files": files}
 
 
-def _made_from(output: Path, wanted: Mapping[str, Any]) -> bool:
-    first = next(iter(journal.receipts(output)), {}) if output.is_dir() else {}
-    return all(first.get(key) == wanted[key] for key in ("step", "options", "source"))
+def _is_made(output: Path, wanted: Mapping[str, Any]) -> bool:
+    """Whether this very step made the output of this very source, and all its files are there and readable."""
+    first = _first_receipt(output)
+    if any(first.get(key) != wanted[key] for key in ("step", "options", "source")):
+        return False
+    files = dict(wanted["source"]["files"])
+    for receipt in journal.receipts(output):
+        files |= receipt["files"]
+    if not all((output / name).exists() for name, known in files.items() if known is not None):
+        return False
+    try:
+        return bool(Checkpoint.open(output))
+    except CheckpointBusy:
+        raise
+    except CheckpointError:
+        return False
 
 
 def _carried(checkpoint: Checkpoint) -> list[Path]:
@@ -92,15 +142,3 @@ def _build(checkpoint: Checkpoint, change: Change, partial: Path) -> int:
     require_space(partial, sum(f.stat().st_size for f in files) + sum(content.nbytes for content in new.values()))
     written = sum(write_content(content, partial / name) for name, content in new.items())
     return written + sum(copy_tree(entry, partial / entry.name) for entry in carried)
-
-
-def _put_in_place(partial: Path, output: Path) -> None:
-    old = output.parent / f".{output.name}.burnish-old"
-    if _occupied(output):
-        Checkpoint.open(output)  # whatever else lies here is not ours to replace
-        shutil.rmtree(old, ignore_errors=True)  # left by a process that was killed
-        output.rename(old)
-    partial.rename(output)
-    fsync_folder(output.parent)
-    if old.exists():
-        shutil.rmtree(old)

@@ -58,10 +58,15 @@ def strip_wrappers(name: str) -> str:
     return name
 
 
+def architectures_of(config: Mapping[str, Any] | None) -> list[str]:
+    """`architectures` of a config.json, empty where it has none or something else there."""
+    names = (config or {}).get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def find_heads(tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> tuple[Head, ...]:
     """Every head of a documented layout; `declared` when the architecture in `config` has one of its own."""
-    architectures = (config or {}).get("architectures") or []
-    declared = any(str(name).endswith(_WITH_HEAD) for name in architectures)
+    declared = any(name.endswith(_WITH_HEAD) for name in architectures_of(config))
     heads = []
     for layout in LAYOUTS:
         pattern = re.compile(rf"{re.escape(layout.prefix)}\.(weight|bias)")

@@ -1,7 +1,7 @@
 """The redo log inside a checkpoint: lock, commit record, apply, recovery, receipts.
 
     CKPT/.burnish/lock            held by flock while a step works; says who holds it
-    CKPT/.burnish/stage/          new files before the commit
+    CKPT/.burnish/stage/          new files before the commit, the record among them
     CKPT/.burnish/commit.json     the commit record; its rename into place is the commit point
     CKPT/.burnish/undo/ID/        what the step ID replaced or removed
     CKPT/.burnish/receipts.jsonl  one line for each step that changed the checkpoint
@@ -26,7 +26,7 @@ from typing import Any
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
 from tools.checkpoint.files import fsync_folder, is_there, make_folder, write_synced
 from tools.checkpoint.opening import open_file
-from tools.checkpoint.record import is_receipt, read_record, refuse_foreign
+from tools.checkpoint.record import is_receipt, read_record, refuse_foreign, refuse_links
 
 FOLDER = ".burnish"
 _HASHED_WHOLE_BYTES = 1 << 20
@@ -45,6 +45,7 @@ def lock(checkpoint: Path) -> Iterator[None]:
         fd = _acquire(checkpoint, folder)
         at_exit.callback(os.close, fd)
         at_exit.callback(_leave_no_lock, folder)
+        refuse_foreign(folder)
         holder = {"pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(holder).encode(), 0)
@@ -59,7 +60,7 @@ def _leave_no_lock(folder: Path) -> None:
 
 def _acquire(checkpoint: Path, folder: Path) -> int:
     path = folder / "lock"
-    refuse_foreign(folder)
+    refuse_links(folder, path)
     while True:
         try:
             folder.mkdir(exist_ok=True)
@@ -68,8 +69,6 @@ def _acquire(checkpoint: Path, folder: Path) -> int:
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
-                return fd
         except BlockingIOError:
             holder = os.pread(fd, 4096, 0).decode(errors="replace")
             os.close(fd)
@@ -78,6 +77,9 @@ def _acquire(checkpoint: Path, folder: Path) -> int:
             os.close(fd)
             _leave_no_lock(folder)
             raise CheckpointError(path, f"this file system has no working locks ({error.strerror})") from error
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
         os.close(fd)  # the holder before us removed the file that we have just locked
 
 
@@ -112,7 +114,6 @@ def finish(checkpoint: Path) -> str | None:
     folder = checkpoint / FOLDER
     record_path = folder / "commit.json"
     if not is_there(record_path):
-        (folder / "commit.json.new").unlink(missing_ok=True)
         if not is_there(folder / "stage"):
             return None
         shutil.rmtree(folder / "stage")
@@ -166,8 +167,8 @@ def commit(
         "operations": operations,
         "forget": list(forget),
     }
-    write_synced(folder / "commit.json.new", json.dumps(record).encode())
-    (folder / "commit.json.new").replace(folder / "commit.json")
+    write_synced(folder / "stage" / "commit.json", json.dumps(record).encode())
+    (folder / "stage" / "commit.json").rename(folder / "commit.json")
     fsync_folder(folder)
     _apply(checkpoint, record)
 

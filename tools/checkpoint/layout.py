@@ -166,6 +166,11 @@ class Checkpoint:
         }
         return next((kind for kind, is_there in found.items() if is_there), "nothing")
 
+    @property
+    def is_training_state(self) -> bool:
+        """Whether training can go on from here: an optimizer is there, and the weights must stay as it left them."""
+        return any(name.startswith(("optimizer", "global_step")) for name in self.training_state)
+
     def read_json(self, name: str) -> Any:
         """The parsed content of a JSON file of this directory, None when it is not there."""
         return _read_json(self.path / name)

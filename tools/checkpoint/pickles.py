@@ -5,10 +5,11 @@ program for a stack machine. The one below has the few instructions and names th
 every other, so a file can neither run code nor ask for more time or memory than its length explains.
 """
 
+import io
 import os
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,19 +62,19 @@ _DAMAGED = (
 def read_bin(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a state dict written by torch.save; `start` and `end` are byte offsets in the file itself.
 
-    Raises CheckpointError for files in torch's format before 1.6, for pickles that are no plain map of contiguous
-    tensors, and for anything that names a class or function outside the few that tensors need.
+    Raises CheckpointError for pickles that are no plain map of contiguous tensors, and for anything that names a class
+    or function outside the few that tensors need.
     """
-    with open_file(path) as (file, _):
+    with open_file(path) as (file, size):
         try:
-            archive = _Archive(file)
+            old = file.read(len(_OLD_START)) == _OLD_START
+            archive = None if old else _Archive(file)
         except _DAMAGED as error:
-            problem = "not a zip file as torch.save writes since 1.6, or cut short"
-            raise CheckpointError(path, problem, "save it again") from error
-        if archive.folder is None:
+            raise CheckpointError(path, "not a file as torch.save writes it, or cut short", "save it again") from error
+        if archive and archive.folder is None:
             raise CheckpointError(path, "a zip file without the data.pkl that torch.save writes", "save it again")
         try:
-            state = _run(archive)
+            state = _run(archive.description(), archive.storage) if archive else _read_old(file, size)
         except _Refused as error:
             raise CheckpointError(path, f"its pickle needs {error}; only plain tensors are read") from error
         except _DAMAGED as error:
@@ -129,15 +130,60 @@ class _Archive:
         raise _Refused("an unknown kind of storage")
 
 
-def _run(archive: _Archive) -> Any:
-    """What the program in data.pkl leaves on the stack. Time and memory grow with its length alone."""
+# The pickle of the magic number with which torch.save began its files before 1.6.
+_OLD_START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def _read_old(file: BinaryIO, size: int) -> Any:
+    """The state dict of a file in the format before torch 1.6.
+
+    Five pickles: a magic number, a version, what machine it was, the description, the keys of the storages; then each
+    storage, its number of elements (8 bytes) before it. So the description is read twice: for the dtypes of the
+    storages, and once it is known where they lie, for the tensors.
+    """
+    import pickletools
+
+    file.seek(0)
+    pickles = io.BytesIO(file.read(_MAX_DESCRIPTION_BYTES))
+    for _ in range(3):
+        for _ in pickletools.genops(pickles):
+            pass
+    begin = pickles.tell()
+    found: dict[str, _Storage] = {}
+
+    def note(persistent: Any) -> _Storage:
+        match persistent:
+            case ("storage", str(dtype), str(key), _, int(elements), None) if dtype in _DTYPES and elements >= 0:
+                return found.setdefault(key, _Storage(dtype, 0, elements * DTYPE_BITS[dtype] // 8))
+        raise _Refused("an unknown kind of storage")
+
+    _run(pickles, note)
+    keys = _run(pickles, note)
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(found):
+        raise ValueError("its storages are not those that its tensors need")
+    start = pickles.tell()
+    for key in keys:
+        storage = found[key]
+        file.seek(start)
+        if int.from_bytes(file.read(8), "little") * DTYPE_BITS[storage.dtype] // 8 != storage.nbytes:
+            raise ValueError(f"storage {key} has another length than its tensors need")
+        found[key] = _Storage(storage.dtype, start + 8, storage.nbytes)
+        start += 8 + storage.nbytes
+    if start > size:
+        raise EOFError(f"cut short: {size} of {start} bytes")
+    pickles.seek(begin)
+    return _run(pickles, note)
+
+
+def _run(program: bytes | io.BytesIO, storage_of: Callable[[Any], _Storage]) -> Any:
+    """What the program leaves on the stack. Time and memory grow with its length alone."""
     import pickletools
 
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
     argument: Any
-    for opcode, argument, _ in pickletools.genops(archive.description()):
+    for opcode, argument, _ in pickletools.genops(program):
         match opcode.name:
             case "PROTO" | "FRAME":
                 pass
@@ -145,8 +191,10 @@ def _run(archive: _Archive) -> Any:
                 stack.append(argument)
             case "NONE" | "NEWTRUE" | "NEWFALSE" as name:
                 stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
-            case "EMPTY_TUPLE" | "EMPTY_DICT" as name:
-                stack.append(() if name == "EMPTY_TUPLE" else {})
+            case "EMPTY_TUPLE" | "EMPTY_DICT" | "EMPTY_LIST" as name:
+                stack.append({"EMPTY_TUPLE": (), "EMPTY_DICT": {}, "EMPTY_LIST": []}[name])
+            case "APPEND" | "APPENDS" as name:
+                _append(_popped(stack, -1 if name == "APPEND" else marks.pop()), stack[-1])
             case "GLOBAL":
                 stack.append(_known(argument.replace(" ", ".")))
             case "STACK_GLOBAL":
@@ -166,7 +214,7 @@ def _run(archive: _Archive) -> Any:
             case "SETITEM" | "SETITEMS" as name:
                 _set_items(_popped(stack, -2 if name == "SETITEM" else marks.pop()), stack[-1])
             case "BINPERSID":
-                stack.append(archive.storage(stack.pop()))
+                stack.append(storage_of(stack.pop()))
             case "REDUCE":
                 stack.append(_called(*_popped(stack, -2)))
             case "BUILD":  # attributes of a state dict itself: versions of its modules
@@ -184,6 +232,12 @@ def _popped(stack: list[Any], start: int) -> list[Any]:
     items = stack[start:]
     del stack[start:]
     return items
+
+
+def _append(items: list[Any], target: Any) -> None:
+    if not isinstance(target, list):
+        raise TypeError("not a list")
+    target.extend(items)
 
 
 def _set_items(items: list[Any], target: Any) -> None:

@@ -50,12 +50,20 @@ def read_record(checkpoint: Path, path: Path) -> Mapping[str, Any]:
     return dict(record)
 
 
-def refuse_foreign(folder: Path) -> None:
-    """Raise CheckpointError if what Burnish reads or writes in its own folder leads elsewhere, or is no folder."""
-    inside = ("*", "stage/undo", "stage/*.tail", "undo/*")
-    for path in (folder, *(path for pattern in inside for path in folder.glob(pattern))):
+def refuse_links(*paths: Path) -> None:
+    """Raise CheckpointError if one of these, which Burnish writes to, is a symbolic link to elsewhere."""
+    for path in paths:
         if path.is_symlink():
             raise CheckpointError(path, "a symbolic link, which Burnish never makes there", "remove it")
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise CheckpointError if something in Burnish's own folder leads elsewhere, or is no folder where one belongs.
+
+    For a caller that holds the lock, so that nothing vanishes meanwhile.
+    """
+    for inside in ("*", "stage/undo", "stage/*.tail", "undo/*"):
+        refuse_links(*folder.glob(inside))
     for path in (folder / "stage", folder / "undo"):
         if path.exists() and not path.is_dir():
             raise CheckpointError(path, "not a directory", "remove it")

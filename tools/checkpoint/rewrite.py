@@ -1,6 +1,7 @@
 """rewrite(): the one way in which a checkpoint directory changes, in place or into a new directory."""
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from tools import __version__
 from tools.checkpoint import journal
 from tools.checkpoint.change import Change, Content, TensorFile
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.export import export
+from tools.checkpoint.export import check_output, export
 from tools.checkpoint.files import copy_range
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.report import Report
@@ -44,19 +45,19 @@ def rewrite(
     """
     started = time.perf_counter()
     path = Path(path)
-    checkpoint = Checkpoint.open(path, accept_run=accept_run)
-    change = plan(checkpoint)
-    change.check(checkpoint)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    receipt = {"step": step, "version": __version__, "time": now, "options": dict(options or {})}
-    report = Report(step, str(path), changed=False, summary=change.summary, details=dict(change.details))
-    if checkpoint.recovered:
-        report = replace(report, details={**report.details, "recovered": checkpoint.recovered})
     with _os_errors(path):
+        checkpoint = Checkpoint.open(path, accept_run=accept_run)
+        change = plan(checkpoint)
+        change.check(checkpoint)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        receipt = {"step": step, "version": __version__, "time": now, "options": dict(options or {})}
+        recovered = {"recovered": checkpoint.recovered} if checkpoint.recovered else {}
+        details = {**change.details, **recovered}
+        report = Report(step, str(path), changed=False, summary=change.summary, details=details)
         if dry_run:
-            report = _dry_run(report, checkpoint, change, copy)
+            report = _dry_run(report, checkpoint, change, copy, output, overwrite)
         elif output is not None:
-            report = export(report, checkpoint, change, Path(output), overwrite, receipt)
+            report = export(report, checkpoint, change, output.expanduser(), overwrite, receipt)
         elif change.files:
             report = _in_place(report, checkpoint, plan, copy, receipt)
     return replace(report, seconds=round(time.perf_counter() - started, 3))
@@ -67,8 +68,8 @@ def _os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = error.filename or path
-        raise CheckpointError(where, (error.strerror or str(error)).lower(), "nothing is lost; try again") from error
+        remedy = "nothing is lost; free some space, or choose an --output" if error.errno == errno.ENOSPC else ""
+        raise CheckpointError(error.filename or path, (error.strerror or str(error)).lower(), remedy) from error
 
 
 def _edits(checkpoint: Checkpoint, change: Change, copy: bool) -> dict[str, HeaderEdit]:
@@ -82,8 +83,12 @@ def _edits(checkpoint: Checkpoint, change: Change, copy: bool) -> dict[str, Head
     return {name: edit for name, edit in edits.items() if edit}
 
 
-def _dry_run(report: Report, checkpoint: Checkpoint, change: Change, copy: bool) -> Report:
-    edits = _edits(checkpoint, change, copy)
+def _dry_run(
+    report: Report, checkpoint: Checkpoint, change: Change, copy: bool, output: Path | None, overwrite: bool
+) -> Report:
+    if output is not None:
+        check_output(checkpoint, change, output.expanduser(), overwrite)
+    edits = _edits(checkpoint, change, copy or output is not None)
     plan = {
         name: f"edit the header, {len(edits[name].head)} bytes"
         if name in edits
@@ -92,6 +97,8 @@ def _dry_run(report: Report, checkpoint: Checkpoint, change: Change, copy: bool)
         else f"write, {content.nbytes} bytes"
         for name, content in change.files.items()
     }
+    if output is not None:
+        plan["everything else"] = f"copy to {output}"
     summary = f"would do: {report.summary}" if plan else report.summary
     return replace(report, summary=summary, details={**report.details, **({"plan": plan} if plan else {})})
 

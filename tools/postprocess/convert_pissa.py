@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
 from tools.checkpoint.change import Change, Computed, Source, Stored, TensorFile, json_file, refuse_ungathered, stored
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
@@ -16,10 +17,8 @@ from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
 from tools.postprocess.options import DryRun, OutputDir, Overwrite
 
-# `init_lora_weights` values that subtract the initial adapter from the base (PEFT 0.21, tuners/lora/layer.py).
-CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 # Where trainers leave the initial adapter, seen from the adapter: beside it, or in the run directory above.
-_INIT_FOLDERS = ("pissa_init", "initial_model")
+_INIT_FOLDERS = (INITIAL_ADAPTER, "initial_model")
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<factor>[AB])(\.weight)?")
 # Part of an adapter beside the factors: absolute values, which hold on the original base as they are.
 _CARRIED = re.compile(r".+\.lora_magnitude_vector(\.weight)?|(?!.*\.lora_).+")
@@ -54,10 +53,8 @@ def convert_pissa(
 
     def plan(trained: Checkpoint) -> Change:
         change = _plan(trained, init, base)
-        if change.files and output is None and trained.training_state:
-            problem = (
-                f"still holds training state ({trained.training_state[0]}), and a doubled rank would break resuming"
-            )
+        if change.files and output is None and trained.is_training_state:
+            problem = "still holds an optimizer, and a doubled rank would break resuming"
             raise CheckpointError(trained.path, problem, "choose an --output")
         return change
 
@@ -80,8 +77,11 @@ def _plan(trained: Checkpoint, init: Path | None, base: str | None) -> Change:
         raise CheckpointError(trained.path, f"{what}: adapter_config.json is not there", "name the adapter directory")
     refuse_ungathered(trained)
     folder = init or _find_init(trained.path)
-    if folder is None or (init is None and not _changes_base(config)):
+    if folder is None or (init is None and not changes_base(config.get("init_lora_weights"))):
         return _without_init(trained, config)
+    if folder.resolve() == trained.path.resolve():
+        raise CheckpointError(folder, "is the trained adapter itself", "--init is the adapter before the first step")
+    _refuse_odd_numbers(trained)
     initial = _open_initial(folder)
     pairs = _pairs(trained, initial)
     if _is_converted(trained, initial):
@@ -106,10 +106,6 @@ def _plan(trained: Checkpoint, init: Path | None, base: str | None) -> Change:
     )
 
 
-def _changes_base(config: Mapping[str, Any]) -> bool:
-    return bool(CHANGES_BASE.fullmatch(str(config.get("init_lora_weights"))))
-
-
 def _find_init(adapter: Path) -> Path | None:
     above = adapter.resolve()
     places = [above, *list(above.parents)[:2]]
@@ -118,10 +114,21 @@ def _find_init(adapter: Path) -> Path | None:
 
 def _without_init(trained: Checkpoint, config: Mapping[str, Any]) -> Change:
     kind = config.get("init_lora_weights")
-    if _changes_base(config):
+    if changes_base(kind):
         problem = f"init_lora_weights is {kind}, and the adapter as it was before training is not here"
         raise CheckpointError(trained.path, problem, "name it with --init")
     return Change(f"plain LoRA (init_lora_weights is {str(kind).lower()}); nothing to do")
+
+
+def _refuse_odd_numbers(trained: Checkpoint) -> None:
+    config = trained.adapter_config or {}
+    path = trained.path / "adapter_config.json"
+    for field, kinds in (("r", int), ("lora_alpha", (int, float))):
+        if isinstance(config.get(field), bool) or not isinstance(config.get(field), kinds):
+            raise CheckpointError(path, f"{field} is {config.get(field)!r}, not a number")
+    for field in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(field) or {}, dict):
+            raise CheckpointError(path, f"{field} is {config[field]!r}, not a map from modules to numbers")
 
 
 def _open_initial(folder: Path) -> Checkpoint:

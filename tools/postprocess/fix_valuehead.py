@@ -6,7 +6,7 @@ import typer
 
 from tools.checkpoint.change import Change, Content, Stored, TensorFile, refuse_ungathered, renamed, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import Head, choose_head, find_heads, wrapper_of
+from tools.checkpoint.heads import Head, architectures_of, choose_head, find_heads, strip_wrappers, wrapper_of
 from tools.checkpoint.layout import Checkpoint, Weights
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
@@ -23,6 +23,9 @@ def fix_valuehead(
         str | None, typer.Option(help="The head to split, where there are several or it is part of the model: `score`.")
     ] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Write new shards instead of editing headers in place.")] = False,
+    safetensors: Annotated[
+        bool, typer.Option("--safetensors", help="Write safetensors where the source is .bin.")
+    ] = False,
 ) -> Report:
     """Split the value head out of the model weights, so that the model loads as a plain causal LM.
 
@@ -35,31 +38,36 @@ def fix_valuehead(
     return rewrite(
         "fix-valuehead",
         checkpoint,
-        lambda source: _plan(source, head),
+        lambda source: _plan(source, head, safetensors),
         output=output,
         overwrite=overwrite,
         dry_run=dry_run,
         copy=copy,
-        options={"head": head} if head else {},
+        options={**({"head": head} if head else {}), **({"safetensors": True} if safetensors else {})},
     )
 
 
-def _plan(source: Checkpoint, wanted: str | None) -> Change:
+def _plan(source: Checkpoint, wanted: str | None, safetensors: bool) -> Change:
     refuse_ungathered(source)
     model = source.model
     if model is None and not source.weights:
         raise CheckpointError(source.path, "holds no weights", "consolidate it first if it is a sharded training state")
     head = choose_head(source.path, model.tensors, source.config, wanted) if model else None
-    if model is None or (head is None and source.head is None):
+    if model is None:
         return Change(_why_nothing(source))
     head_names = head.names if head else {}
     decoder = [name for name in model.tensors if name not in head_names]
+    if head is None and source.head is None and any(strip_wrappers(name) == name for name in decoder):
+        return Change(_why_nothing(source))
     wrapper = wrapper_of(source.path / model.name, decoder)
     _refuse_adapter_tensors(source, [name.removeprefix(wrapper) for name in decoder])
     names: dict[str, str | None] = {name: name.removeprefix(wrapper) for name in decoder}
-    files = renamed(model, names | dict.fromkeys(head_names))
+    is_bin = model.name.endswith(".bin")
+    files = renamed(
+        model, names | dict.fromkeys(head_names), _as_safetensors(model) if is_bin and safetensors else None
+    )
     if head:
-        files |= _head_file(source, model, head)
+        files |= _head_file(source, model, head, ".bin" if is_bin and not safetensors else ".safetensors")
     if not files:
         return Change(_why_nothing(source))
     return Change(_summary(source, head, wrapper, decoder), files, _details(model, head), frozenset(head_names))
@@ -70,16 +78,21 @@ def _why_nothing(source: Checkpoint) -> str:
         return f"the value head is in {source.head.name} already; nothing to do"
     own = find_heads(source.model.tensors, source.config) if source.model else ()
     if own:
-        names, architecture = ", ".join(own[0].names), ", ".join((source.config or {})["architectures"])
+        names, architecture = ", ".join(own[0].names), ", ".join(architectures_of(source.config))
         return f"{names} belongs to {architecture}; nothing to do (--head {own[0].label} splits it out)"
     return "no value head in the weights; nothing to do"
 
 
-def _head_file(source: Checkpoint, model: Weights, head: Head) -> dict[str, Content | None]:
+def _as_safetensors(model: Weights) -> dict[str, str]:
+    """The names that transformers gives to the same files in safetensors: `model-00001-of-00002.safetensors`."""
+    names = [*(file.name for file in model.files), model.index_name]
+    return {n: n.replace("pytorch_model", "model", 1).replace(".bin", ".safetensors", 1) for n in names}
+
+
+def _head_file(source: Checkpoint, model: Weights, head: Head, suffix: str) -> dict[str, Content | None]:
     """The file of the head; nothing when it is there already, with the same bytes."""
     tensors: dict[str, Stored] = {bare: stored(model)[name] for name, bare in head.names.items()}
     if source.head is None:
-        suffix = ".bin" if model.name.endswith(".bin") else ".safetensors"
         return {f"value_head{suffix}": TensorFile(tensors)}
     present = stored(source.head)
     if present.keys() != tensors.keys() or not all(same_bytes(tensors[name], present[name]) for name in tensors):
@@ -106,7 +119,9 @@ def _summary(source: Checkpoint, head: Head | None, wrapper: str, decoder: list[
         parts.append(f"{wrapper} dropped from {len(decoder)} names")
     if not decoder and source.adapter is None:
         parts.append("only the head was saved here, no decoder")
-    elif source.config is None and source.adapter is None:
+    if head is None and source.head is None:
+        parts.append("there is no value head")
+    if decoder and source.config is None and source.adapter is None:
         parts.append("config.json is missing here: copy it from the base model")
     return "; ".join(parts)
 

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import find_heads
+from tools.checkpoint.heads import architectures_of, find_heads
 from tools.checkpoint.layout import Checkpoint, Weights, checkpoints_in
 from tools.checkpoint.report import Report, size_text
 from tools.postprocess.options import CheckpointDir
@@ -42,7 +42,7 @@ def _summary(opened: Checkpoint, run: tuple[Any, ...]) -> str:
         return f"run directory with {len(run)} checkpoints"
     tensors = [tensor for weights in opened.weights for tensor in weights.tensors.values()]
     size = size_text(sum(tensor.nbytes for tensor in tensors))
-    named = ", ".join((opened.config or {}).get("architectures") or ())
+    named = ", ".join(architectures_of(opened.config))
     what = f"{opened.kind} ({named})" if opened.kind == "model" and named else opened.kind
     return f"{what}, {sum(t.elements for t in tensors):,} parameters in {len(tensors)} tensors, {size}"
 

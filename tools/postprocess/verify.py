@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from tools.checkpoint import journal
+from tools.checkpoint.adapters import changes_base
 from tools.checkpoint.change import refuse_ungathered, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError, all_of
+from tools.checkpoint.heads import strip_wrappers
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.report import Report
 from tools.postprocess.options import CheckpointDir
@@ -32,16 +34,20 @@ def verify(
 ) -> Report:
     """Prove that a checkpoint is whole, and on request that it is the same model as another.
 
-    Always: every weight file is re-opened, the index is compared with the shards, and files that a step wrote are
-    compared with its receipt. Exit code 1 when anything is wrong, each finding on a line of its own.
+    Always: every weight file is re-opened, the index is compared with the shards, names with what a loader looks for,
+    and weights that a step wrote with its receipt. Exit code 1 when anything is wrong, each finding on its own line.
+    With --logits, a checkpoint of `tools train` stands for the live model, whose logits it recorded when it was saved;
+    any other is loaded and run, an adapter on --reference-base as that lies there.
 
-    Example: tools verify runs/sft/lora --logits runs/sft/checkpoint-500 --base models/base --reference-base residual
+    Example: tools verify runs/sft/finished/checkpoint-500 --logits runs/sft/checkpoint-500
     """
     started = time.perf_counter()
     opened = Checkpoint.open(checkpoint)
     refuse_ungathered(opened)
-    if findings := _against_receipts(opened):
+    if findings := [*_unloadable(opened), *_against_receipts(opened)]:
         raise all_of(findings)
+    if logits is None and (base or reference_base or prompts):
+        raise CheckpointError(opened.path, "--base, --reference-base and --prompts say how to compare", "add --logits")
     details: dict[str, Any] = {"tensors": sum(len(weights.tensors) for weights in opened.weights)}
     summary = "whole"
     if deep:
@@ -55,6 +61,20 @@ def verify(
         summary += f"; logits within {compared['largest difference']:.3g} of {logits}"
     seconds = round(time.perf_counter() - started, 3)
     return Report("verify", str(checkpoint), changed=False, summary=summary, details=details, seconds=seconds)
+
+
+def _unloadable(opened: Checkpoint) -> list[CheckpointError]:
+    """What keeps a plain load from giving this model, as far as names tell."""
+    if not opened.weights:
+        return [CheckpointError(opened.path, "holds no weights", "consolidate it first if it is a sharded state")]
+    findings = []
+    if opened.kind == "model" and opened.config is None:
+        findings.append(CheckpointError(opened.path, "has no config.json", "copy it from the base model"))
+    for weights in opened.weights:
+        if wrapped := [name for name in weights.tensors if strip_wrappers(name) != name]:
+            problem = f"{len(wrapped)} names such as {wrapped[0]} have a wrapper prefix, so loaders find other weights"
+            findings.append(CheckpointError(opened.path / weights.name, problem, "run tools fix-valuehead"))
+    return findings
 
 
 def _against_receipts(opened: Checkpoint) -> list[CheckpointError]:
@@ -108,15 +128,24 @@ def _compare_logits(
 ) -> dict[str, Any]:
     from tools import logits
 
+    recorded = reference / ".burnish" / "trained_logits.safetensors"
+    if reference.is_dir() and recorded.is_file() and not (reference_base or prompts):
+        reference = recorded
     if reference.is_file():
         last, rows = logits.load(reference)
         expected = [row[None] for row in last]
     else:
+        if reference_base is None:
+            _refuse_changed_base(reference)
         model = logits.load_model(reference, reference_base)
         rows = _rows(model, checkpoint, base, prompts)
         expected = logits.logits(model, rows)
         del model
-    found = logits.logits(logits.load_model(checkpoint, base), rows)
+    ours = logits.load_model(checkpoint, base)
+    vocabulary = ours.get_input_embeddings().num_embeddings
+    if vocabulary <= max(map(max, rows)):
+        raise CheckpointError(checkpoint, f"has {vocabulary} tokens, {reference} has more", "the vocabularies differ")
+    found = logits.logits(ours, rows)
     found = [row[-len(wanted) :] for row, wanted in zip(found, expected, strict=True)]
     if found[0].shape != expected[0].shape:
         problem = f"{found[0].shape[-1]} logits a position, {reference} has {expected[0].shape[-1]}"
@@ -133,6 +162,15 @@ def _compare_logits(
     return {"largest difference": largest, "same most likely token": agree, "rows": len(rows), "tolerance": limit}
 
 
+def _refuse_changed_base(reference: Path) -> None:
+    adapter = Checkpoint.open(reference).adapter_config or {}
+    if changes_base(adapter.get("init_lora_weights")):
+        problem = (
+            f"an adapter for a base that {adapter['init_lora_weights']} has changed; on the original it is no model"
+        )
+        raise CheckpointError(reference, problem, "give the residual base with --reference-base")
+
+
 def _rows(model: Any, checkpoint: Path, base: Path | None, prompts: Path | None) -> list[list[int]]:
     from tools import logits
 
@@ -146,7 +184,8 @@ def _rows(model: Any, checkpoint: Path, base: Path | None, prompts: Path | None)
     if folder is None:
         raise CheckpointError(checkpoint, "has no tokenizer for --prompts", "run tools bundle-processor on it first")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    rows = [tokenizer(line)["input_ids"] for line in prompts.read_text().splitlines() if line.strip()]
+    lines = prompts.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = [tokenizer(line)["input_ids"] for line in lines if line.strip()]
     if not rows:
         raise CheckpointError(prompts, "holds no line of text")
     return rows

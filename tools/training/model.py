@@ -79,7 +79,8 @@ def prepare(decoder: Any, finetuning: FinetuningArguments, initial_adapter: Path
         return decoder
     from peft import LoraConfig, get_peft_model
 
-    from tools.training.callbacks.initial_adapter import add_adapter, changes_base
+    from tools.checkpoint.adapters import changes_base
+    from tools.training.callbacks.initial_adapter import add_adapter
 
     settings = finetuning.model_dump(exclude={"stage", "method"})
     try:

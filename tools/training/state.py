@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from tools.checkpoint.adapters import INITIAL_ADAPTER
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
 from tools.checkpoint.files import fsync_folder, write_synced
 from tools.checkpoint.layout import Checkpoint, checkpoints_in
@@ -16,13 +17,13 @@ from tools.checkpoint.layout import Checkpoint, checkpoints_in
 logger = logging.getLogger(__name__)
 
 STATE_FILE = Path(".burnish") / "train.json"
-INITIAL_ADAPTER = "pissa_init"  # the one of this run, when its init changes the base
 
 
 class TrainingStopped(CheckpointError):
     """Training was asked to stop: its last step is saved, and the same command goes on from there."""
 
     exit_code = 4
+    label = "stopped"
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,21 @@ def check_startable(run: Path, last: TrainState | None, fingerprint: Mapping[str
         if _alive(last):
             raise CheckpointBusy(run, f"process {last.pid} is training here since {last.started}", "wait, or stop it")
         logger.info("%s: process %d, which trained here, is gone; going on from what it saved", run, last.pid)
-    if not checkpoints_in(run) and not (run / INITIAL_ADAPTER).exists():
-        return  # nothing of it is left that another configuration could spoil
     keys = sorted(last.fingerprint.keys() | fingerprint.keys())
-    if differ := [key for key in keys if last.fingerprint.get(key) != fingerprint.get(key)]:
+    differ = [key for key in keys if last.fingerprint.get(key) != fingerprint.get(key)]
+    if differ and not checkpoints_in(run):
+        _set_aside(run / INITIAL_ADAPTER)  # nothing was trained from it that another configuration could spoil
+    elif differ:
         changes = ", ".join(f"{k}: {last.fingerprint.get(k, '-')} -> {fingerprint.get(k, '-')}" for k in differ)
         remedy = "choose another output_dir, or set them back"
         raise CheckpointError(run, f"was started with another configuration ({changes})", remedy)
+
+
+def _set_aside(folder: Path) -> None:
+    if folder.exists():
+        kept = folder.with_name(f"{folder.name}.{datetime.now(UTC):%Y%m%dT%H%M%S}")
+        folder.rename(kept)
+        logger.info("%s: of another configuration, kept as %s", folder, kept.name)
 
 
 def newest_complete(run: Path) -> Path | None:

@@ -39,7 +39,10 @@ def train(config: Path, overrides: Sequence[str] = ()) -> Report:
     arguments = trainer_arguments(resolved, stage.ARGUMENTS)
     run, prints = resolved.config.run_dir, fingerprint(resolved.config)
 
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(run, (error.strerror or str(error)).lower(), "choose another output_dir") from error
     with lock(run):
         last = state.read_state(run)
         state.check_startable(run, last, prints)
@@ -69,9 +72,10 @@ def _run(
     """Load data and model, train, and say how it ended: the new state and the mean loss of the steps done here."""
     from transformers import PrinterCallback, set_seed
 
-    from tools.training.callbacks.initial_adapter import changes_base, require
+    from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
+    from tools.training.callbacks.initial_adapter import require
     from tools.training.model import chosen_dtype, load_decoder, load_tokenizer, prepare
-    from tools.training.state import INITIAL_ADAPTER, write_state
+    from tools.training.state import write_state
 
     if resume and changes_base(config.finetuning.init_lora_weights):
         require(config.run_dir / INITIAL_ADAPTER)
@@ -117,7 +121,7 @@ def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, An
     fixed = {**stage.DEFAULTS, "report_to": "none", "run_name": _run_name(config), "project": config.report.project}
     try:
         return stage.ARGUMENTS(**defaults | arguments | fixed)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise CheckpointError("training", " ".join(str(error).split())) from error
 
 
@@ -138,6 +142,7 @@ def _callbacks(config: "TrainConfig") -> Iterator[tuple[list[Any], "StopCallback
 
     None of them repairs a checkpoint: they keep what nobody could compute later.
     """
+    from tools.checkpoint.adapters import changes_base
     from tools.training.callbacks import (
         InitialAdapterCallback,
         LogCallback,
@@ -145,7 +150,6 @@ def _callbacks(config: "TrainConfig") -> Iterator[tuple[list[Any], "StopCallback
         StopCallback,
         TrainedLogitsCallback,
     )
-    from tools.training.callbacks.initial_adapter import changes_base
     from tools.training.callbacks.trackers import tracker_callbacks
 
     trackers = tracker_callbacks(config.report.report_to, config.report.project, _run_name(config))
@@ -191,7 +195,9 @@ def _is_last_step(checkpoint: Path) -> bool:
 def _report(
     run: Path, done: "TrainState", *, changed: bool, summary: str, train_loss: float | None = None, seconds: float = 0.0
 ) -> Report:
-    details = {"state": done.state, "steps": done.steps, "checkpoint": done.checkpoint, "train_loss": train_loss}
+    details: dict[str, Any] = {"state": done.state, "steps": done.steps, "checkpoint": done.checkpoint}
+    if train_loss is not None:
+        details["train_loss"] = round(train_loss, 6)
     return Report("train", str(run), changed, summary, details=details, seconds=round(seconds, 3))
 
 

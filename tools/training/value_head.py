@@ -96,8 +96,8 @@ def load(path: Path, base: Path | None = None) -> ValueHeadModel:
     For an adapter, `base` is the model it belongs to, by default the one that its config names. Raises CheckpointError
     when there is no head, and for an adapter that was trained on a changed base.
     """
+    from tools.checkpoint.adapters import changes_base
     from tools.logits import load_model
-    from tools.training.callbacks.initial_adapter import changes_base
 
     adapter = Checkpoint.open(path).adapter_config or {}
     if changes_base(init := adapter.get("init_lora_weights", True)):

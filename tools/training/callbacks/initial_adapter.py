@@ -15,16 +15,11 @@ from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_p
 from peft.tuners.lora import LoraLayer
 from transformers import TrainerCallback
 
+from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
 from tools.checkpoint.errors import CheckpointError
-from tools.training.state import INITIAL_ADAPTER
 
 ADAPTER = "default"
 OTHER_INITS = ("corda", "lora_ga")  # these need calibration data
-
-
-def changes_base(init: bool | str) -> bool:
-    """Whether PEFT changes the base weights when it starts an adapter by `init_lora_weights`."""
-    return isinstance(init, str) and init.startswith(("pissa", "olora", *OTHER_INITS))
 
 
 class InitialAdapterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
