@@ -7,12 +7,13 @@ MODEL = .demo/model
 # Two threads for the real model; tests of tiny ones are faster with one.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help install model demo test test-fast lint format bench clean
+.PHONY: help install model demo test test-fast torture lint format bench clean
 
 help:
 	@echo "make demo       train, repair, package and prove a real model on this machine (some 5 minutes)"
 	@echo "make test       every test: units, laws, a real model, a flow on a real server"
 	@echo "make test-fast  without the real model and the server (under 2 minutes)"
+	@echo "make torture    steps killed and failed at every system call, power cuts, fuzzing (some 20 minutes)"
 	@echo "make lint       format, ruff, mypy, generated parts of the README"
 	@echo "make bench      ratios against cp and PEFT, measured side by side"
 
@@ -37,6 +38,10 @@ test: $(INSTALLED) $(MODEL)
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not real and not server"
+
+torture: $(INSTALLED)
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m torture
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py 40000
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

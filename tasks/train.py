@@ -71,8 +71,8 @@ def _failure(code: int, run: Path, written: Sequence[str]) -> CheckpointError:
         code, TrainingFailed
     )
     if errors := [line.removeprefix(ERROR) for line in written if line.startswith(ERROR)]:
-        path, _, problem = "\n".join(errors).partition(": ")
-        return kind(path, problem)
+        first, *others = [line.partition(": ")[::2] for line in errors]
+        return kind(*first, others=tuple(CheckpointError(*each) for each in others))
     signal = child.killed_by(code)
     end = f"was killed by {signal}" if signal else f"ended with exit code {code}"
     said = " | ".join(line.strip()[:LINE_LENGTH] for line in written[-LAST_LINES:])

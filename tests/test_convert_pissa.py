@@ -210,7 +210,7 @@ def _not_lora(run: adapters.Trained) -> tuple[Path, Path | None]:
     return run.adapter, run.init
 
 
-def _odd_number(**values: Any) -> Callable[[adapters.Trained], tuple[Path, Path | None]]:
+def _odd_value(**values: Any) -> Callable[[adapters.Trained], tuple[Path, Path | None]]:
     def spoil(run: adapters.Trained) -> tuple[Path, Path | None]:
         set_config(run.adapter, **values)
         return run.adapter, run.init
@@ -219,9 +219,11 @@ def _odd_number(**values: Any) -> Callable[[adapters.Trained], tuple[Path, Path 
 
 
 REFUSED = {
-    "rank as text": (_odd_number(r="4"), r"adapter_config.json: r is '4', not a number"),
-    "no alpha": (_odd_number(lora_alpha=None), r"lora_alpha is None, not a number"),
-    "patterns as a list": (_odd_number(rank_pattern=["q_proj"]), r"rank_pattern is \['q_proj'\], not a map"),
+    "rank as text": (_odd_value(r="4"), r"adapter_config.json: r is '4', not a number"),
+    "no alpha": (_odd_value(lora_alpha=None), r"lora_alpha is None, not a number"),
+    "patterns as a list": (_odd_value(rank_pattern=["q_proj"]), r"rank_pattern is \['q_proj'\], not a map"),
+    "targets as a number": (_odd_value(target_modules=5), r"target_modules is 5, not a list of names"),
+    "base as a list": (_odd_value(base_model_name_or_path=["a"]), r"base_model_name_or_path is \['a'\], not a name"),
     "itself as init": (lambda run: (run.adapter, run.adapter), r"is the trained adapter itself"),
     "no initial adapter": (_no_init, r"the adapter as it was before training is not here; name it with --init"),
     "a full model": (lambda run: (run.base, run.init), r"a full model: adapter_config.json is not there"),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tools import __version__
-from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.errors import CheckpointError, printable
 from tools.checkpoint.layout import checkpoints_in
 from tools.checkpoint.report import Report
 from tools.postprocess import STEPS, TAKES_RUN
@@ -116,7 +116,7 @@ def report_text(report: Report) -> str:
         what = "; ".join(f"{verb} {', '.join(names)}" for verb, names in done if names)
         cost = [f"{report.bytes_written:,} bytes"] if report.bytes_written else []
         lines.append(f"  {what or report.step} ({', '.join([*cost, f'{report.seconds:g} s'])})")
-    return "\n".join([*lines, *_details(report.details, "  ")])
+    return "\n".join(map(printable, [*lines, *_details(report.details, "  ")]))
 
 
 def _details(value: dict[str, Any], indent: str) -> list[str]:

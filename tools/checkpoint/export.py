@@ -11,13 +11,14 @@ from typing import Any
 from tools.checkpoint import journal
 from tools.checkpoint.change import Change
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
-from tools.checkpoint.files import fsync_folder, make_folder
+from tools.checkpoint.files import fsync_folder, is_there, make_folder
 from tools.checkpoint.layout import TRAINING_STATE, Checkpoint
+from tools.checkpoint.receipts import FOLDER, fingerprint, read_receipts, write_receipt
 from tools.checkpoint.report import Report
 from tools.checkpoint.staging import check_written, copy_tree, require_space, write_content
 
 # No part of a checkpoint for use: our own records, the other checkpoints of a run, and a pickle of trainer arguments.
-_NOT_CARRIED = re.compile(rf"{re.escape(journal.FOLDER)}|checkpoint-\d+|finished|training_args\.bin")
+_NOT_CARRIED = re.compile(rf"{re.escape(FOLDER)}|checkpoint-\d+|finished|training_args\.bin")
 
 
 def export(
@@ -40,12 +41,12 @@ def export(
         try:
             written = _build(checkpoint, change, partial)
             check_written(partial, change)
-            journal.write_receipt(partial, {**receipt, "id": 1, "files": list(change.files), "source": source})
+            write_receipt(partial, {**receipt, "id": 1, "files": list(change.files), "source": source})
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     fsync_folder(partial)
-    names = tuple(sorted(entry.name for entry in partial.iterdir() if entry.name != journal.FOLDER))
+    names = tuple(sorted(entry.name for entry in partial.iterdir() if entry.name != FOLDER))
     if _occupied(output):
         output.rename(_old(output))
     partial.rename(output)
@@ -81,11 +82,11 @@ def check_output(checkpoint: Checkpoint, change: Change, output: Path, overwrite
 
 
 def _occupied(output: Path) -> bool:
-    return os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir()))
+    return is_there(output) and not (output.is_dir() and not any(output.iterdir()))
 
 
 def _first_receipt(output: Path) -> Mapping[str, Any]:
-    return next(iter(journal.receipts(output)), {}) if output.is_dir() else {}
+    return next(iter(read_receipts(output)), {}) if output.is_dir() else {}
 
 
 def _old(output: Path) -> Path:
@@ -94,8 +95,8 @@ def _old(output: Path) -> Path:
 
 def _clear_interrupted(output: Path) -> None:
     """Put back what was moved aside when the new one never came, else remove it."""
-    if _old(output).exists():
-        if os.path.lexists(output):
+    if is_there(_old(output)):
+        if is_there(output):
             shutil.rmtree(_old(output))
         else:
             _old(output).rename(output)
@@ -104,7 +105,7 @@ def _clear_interrupted(output: Path) -> None:
 
 def _source(checkpoint: Checkpoint, output: Path) -> dict[str, Any]:
     """Where an output comes from: the path from its own folder, and the fingerprints of the files it is made of."""
-    files = {entry.name: journal.fingerprint(entry) for entry in _carried(checkpoint) if entry.is_file()}
+    files = {entry.name: fingerprint(entry) for entry in _carried(checkpoint) if entry.is_file()}
     return {"path": os.path.relpath(checkpoint.path.resolve(), output.parent.resolve()), "files": files}
 
 
@@ -114,7 +115,7 @@ def _is_made(output: Path, wanted: Mapping[str, Any]) -> bool:
     if any(first.get(key) != wanted[key] for key in ("step", "options", "source")):
         return False
     files = dict(wanted["source"]["files"])
-    for receipt in journal.receipts(output):
+    for receipt in read_receipts(output):
         files |= receipt["files"]
     if not all((output / name).exists() for name, known in files.items() if known is not None):
         return False
@@ -132,7 +133,7 @@ def _carried(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _build(checkpoint: Checkpoint, change: Change, partial: Path) -> int:
-    records = partial / journal.FOLDER
+    records = partial / FOLDER
     for entry in (*partial.iterdir(), *records.iterdir()):  # left by a process that was killed
         if entry not in (records, records / "lock"):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

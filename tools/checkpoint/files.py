@@ -78,3 +78,8 @@ def is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def is_shared(file: Path) -> bool:
+    """Whether somebody may hold the same bytes under another name: a symbolic or hard link, a blob of a cache."""
+    return file.is_symlink() or file.stat().st_nlink > 1

@@ -14,7 +14,6 @@ import base64
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -25,11 +24,9 @@ from typing import Any
 
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
 from tools.checkpoint.files import fsync_folder, is_there, make_folder, write_synced
-from tools.checkpoint.opening import open_file
-from tools.checkpoint.record import is_receipt, read_record, refuse_foreign, refuse_links
+from tools.checkpoint.receipts import FOLDER, read_receipts, write_receipt
+from tools.checkpoint.record import read_record, refuse_foreign, refuse_links
 
-FOLDER = ".burnish"
-_HASHED_WHOLE_BYTES = 1 << 20
 # Without these no loader finds the rest, so none loads half of a change.
 _GATES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "config.json")
 
@@ -190,7 +187,7 @@ def edit_operation(name: str, head: bytes, size: int) -> dict[str, Any]:
 def _apply(checkpoint: Path, record: Mapping[str, Any]) -> None:
     """Carry out a committed record. Each line may be repeated: a crash at any of them is followed by all of them."""
     folder = checkpoint / FOLDER
-    if not any(known["id"] == record["receipt"]["id"] for known in receipts(checkpoint)):
+    if not any(known["id"] == record["receipt"]["id"] for known in read_receipts(checkpoint)):
         _change(checkpoint, record)
         write_receipt(checkpoint, record["receipt"])
     for spent in record["forget"]:
@@ -268,64 +265,3 @@ def _remove(checkpoint: Path, stage: Path, undo: Path, operation: Mapping[str, A
 
 
 _OPERATIONS = {"place": _place, "edit": _edit, "remove": _remove}
-
-
-def receipts(checkpoint: Path) -> list[dict[str, Any]]:
-    """The receipts of this checkpoint, oldest first; a line cut by a power failure is not one.
-
-    Raises CheckpointError naming a whole line that is none either.
-    """
-    path = checkpoint / FOLDER / "receipts.jsonl"
-    if not path.exists():
-        return []
-    with open_file(path) as (file, _):
-        lines = file.read().split(b"\n")
-    return [_receipt(path, number, line) for number, line in enumerate(lines[:-1], 1)]
-
-
-def _receipt(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        receipt = json.loads(line)
-    except (ValueError, RecursionError):
-        receipt = None
-    if not is_receipt(receipt):
-        raise CheckpointError(path, f"line {number} is not a receipt", "remove the line")
-    return dict(receipt)
-
-
-def next_id(checkpoint: Path) -> int:
-    """The number of the next receipt."""
-    return max((receipt["id"] for receipt in receipts(checkpoint)), default=0) + 1
-
-
-def write_receipt(checkpoint: Path, receipt: Mapping[str, Any]) -> None:
-    """Append a receipt, with the fingerprints its files have now."""
-    files = {name: fingerprint(checkpoint / name) for name in receipt["files"]}
-    path = checkpoint / FOLDER / "receipts.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("ab") as file:
-        whole = path.read_bytes().rfind(b"\n") + 1  # a torn last line goes
-        file.truncate(whole)
-        file.write(json.dumps({**receipt, "files": files}).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_folder(path.parent)
-
-
-def fingerprint(file: Path) -> dict[str, Any] | None:
-    """Size in bytes, mtime and the SHA-256 of the safetensors header (of the whole file when small); None when absent.
-
-    Hashing a large file's data costs as much as copying it, so that is left to those who ask for it.
-    """
-    if not file.is_file():
-        return None
-    stat = file.stat()
-    known: dict[str, Any] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    with file.open("rb") as opened:
-        if stat.st_size <= _HASHED_WHOLE_BYTES:
-            known["sha256"] = hashlib.sha256(opened.read()).hexdigest()
-        elif file.suffix == ".safetensors":
-            start = opened.read(8)
-            header = opened.read(int.from_bytes(start, "little"))
-            known["header_sha256"] = hashlib.sha256(start + header).hexdigest()
-    return known

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.files import is_shared
 from tools.checkpoint.opening import open_file
 
 _REMEDY = "move it away if no step of yours was interrupted here"
@@ -44,7 +45,7 @@ def read_record(checkpoint: Path, path: Path) -> Mapping[str, Any]:
             raise CheckpointError(path, f"names {name}, which is not a file of this checkpoint", _REMEDY)
     for operation in operations:
         edited = checkpoint / operation["file"]
-        if operation["op"] == "edit" and (edited.is_symlink() or not edited.is_file() or edited.stat().st_nlink > 1):
+        if operation["op"] == "edit" and (not edited.is_file() or is_shared(edited)):
             problem = f"edits {edited.name}, which is no file, or one that others hold too"
             raise CheckpointError(path, problem, "put a file in its place that is a copy")
     return dict(record)

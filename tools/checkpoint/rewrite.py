@@ -17,6 +17,7 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.export import check_output, export
 from tools.checkpoint.files import copy_range
 from tools.checkpoint.layout import Checkpoint
+from tools.checkpoint.receipts import next_id
 from tools.checkpoint.report import Report
 from tools.checkpoint.staging import HeaderEdit, check_written, header_edit, require_space, write_content
 
@@ -128,7 +129,7 @@ def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, re
             *({"op": "place", "file": name} for name in new if name in touched and name != gate),
             *({"op": "remove", "file": name} for name in removed),
         ]
-        receipt |= {"id": journal.next_id(path), "files": list(change.files)}
+        receipt |= {"id": next_id(path), "files": list(change.files)}
         journal.commit(path, receipt, operations, gate, gate_returns=gate not in change.files)
         check_written(path, change)
     odd = [name for name, edit in edits.items() if len(edit.head) % 8]

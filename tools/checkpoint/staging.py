@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from tools.checkpoint.change import Change, Computed, Content, FileCopy, Source, Stored, TensorFile, TextFile
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.files import copy_range, fsync_folder
+from tools.checkpoint.files import copy_range, fsync_folder, is_shared
 from tools.checkpoint.layout import Checkpoint, read_weight_file
 from tools.checkpoint.opening import open_file
 
@@ -34,7 +34,7 @@ def header_edit(wanted: TensorFile, file: Path) -> HeaderEdit | None:
     A symbolic link, a hard link or a blob of the hub cache is shared with somebody, so it is never edited.
     """
     sources = list(wanted.tensors.values())
-    if not sources or file.suffix != ".safetensors" or file.is_symlink() or file.stat().st_nlink > 1:
+    if not sources or file.suffix != ".safetensors" or is_shared(file):
         return None
     start = end = None
     for source in sources:
@@ -113,7 +113,10 @@ def _write_bin(content: TensorFile, out: BinaryIO) -> None:
             data = torch.frombuffer(bytearray(source.read()), dtype=dtypes[source.dtype])
             by_range[key] = data.reshape(source.shape)
         state[name] = by_range[key]
-    torch.save(state, out)
+    try:
+        torch.save(state, out)
+    except RuntimeError as error:  # torch's zip writer hides what the disk said behind a complaint of its own
+        raise error.__context__ if isinstance(error.__context__, OSError) else error
 
 
 def copy_tree(source: Path, target: Path) -> int:

@@ -10,14 +10,16 @@ from typing import Any
 from tools import __version__
 from tools.checkpoint import journal
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.files import is_shared
+from tools.checkpoint.receipts import fingerprint, next_id, read_receipts
 
 
 def standing(checkpoint: Path) -> list[dict[str, Any]]:
     """The receipts of the steps that still hold, oldest first: those that were undone are left out."""
     steps: list[dict[str, Any]] = []
-    for receipt in journal.receipts(checkpoint):
+    for receipt in read_receipts(checkpoint):
         if "undoes" in receipt:
-            steps.pop()
+            steps = [step for step in steps if step["id"] != receipt["undoes"]]
         else:
             steps.append(receipt)
     return steps
@@ -49,7 +51,7 @@ def undo_last(checkpoint: Path) -> dict[str, Any]:
             operations = [_reversed(checkpoint, name, kept, stage) for name in receipt["files"]]
         touched = [name for name in receipt["files"] if os.path.lexists(checkpoint / name)]
         gate = journal.gate_for(checkpoint, touched)
-        number = journal.next_id(checkpoint)
+        number = next_id(checkpoint)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         mine = {"step": "undo", "version": __version__, "time": now, "options": {}, "undoes": receipt["id"]}
         journal.commit(
@@ -70,9 +72,11 @@ def _refuse(checkpoint: Path, receipt: Mapping[str, Any], kept: Path) -> None:
     if not kept.is_dir():
         raise CheckpointError(checkpoint, f"what {what} kept was freed", "it cannot be undone")
     for name, known in receipt["files"].items():
-        if journal.fingerprint(checkpoint / name) != known:
+        if fingerprint(checkpoint / name) != known:
             problem = f"has changed since {what}, or was copied without its times"
             raise CheckpointError(checkpoint / name, problem, "undoing the step would destroy that")
+        if (kept / f"{name}.head").exists() and is_shared(checkpoint / name):
+            raise CheckpointError(checkpoint / name, "is a link or has a second name", "remove that name first")
 
 
 def _reversed(checkpoint: Path, name: str, kept: Path, stage: Path) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _plan(trained: Checkpoint, init: Path | None, base: str | None) -> Change:
         return _without_init(trained, config)
     if folder.resolve() == trained.path.resolve():
         raise CheckpointError(folder, "is the trained adapter itself", "--init is the adapter before the first step")
-    _refuse_odd_numbers(trained)
+    _refuse_odd_values(trained)
     initial = _open_initial(folder)
     pairs = _pairs(trained, initial)
     if _is_converted(trained, initial):
@@ -120,7 +120,7 @@ def _without_init(trained: Checkpoint, config: Mapping[str, Any]) -> Change:
     return Change(f"plain LoRA (init_lora_weights is {str(kind).lower()}); nothing to do")
 
 
-def _refuse_odd_numbers(trained: Checkpoint) -> None:
+def _refuse_odd_values(trained: Checkpoint) -> None:
     config = trained.adapter_config or {}
     path = trained.path / "adapter_config.json"
     for field, kinds in (("r", int), ("lora_alpha", (int, float))):
@@ -129,6 +129,10 @@ def _refuse_odd_numbers(trained: Checkpoint) -> None:
     for field in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(field) or {}, dict):
             raise CheckpointError(path, f"{field} is {config[field]!r}, not a map from modules to numbers")
+    if not isinstance(config.get("target_modules") or [], (list, str)):
+        raise CheckpointError(path, f"target_modules is {config['target_modules']!r}, not a list of names")
+    if not isinstance(config.get("base_model_name_or_path") or "", str):
+        raise CheckpointError(path, f"base_model_name_or_path is {config['base_model_name_or_path']!r}, not a name")
 
 
 def _open_initial(folder: Path) -> Checkpoint:

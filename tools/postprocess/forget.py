@@ -5,6 +5,7 @@ import shutil
 from tools.checkpoint import journal
 from tools.checkpoint.files import fsync_folder
 from tools.checkpoint.layout import Checkpoint
+from tools.checkpoint.receipts import FOLDER
 from tools.checkpoint.report import Report, size_text
 from tools.checkpoint.undo import kept_bytes, standing
 from tools.postprocess.options import CheckpointDir
@@ -21,7 +22,7 @@ def forget(checkpoint: CheckpointDir) -> Report:
     with journal.lock(path):
         journal.finish(path)
         freed = sum(kept_bytes(path, receipt) or 0 for receipt in standing(path))
-        folder = path / journal.FOLDER
+        folder = path / FOLDER
         (folder / "undo").rename(folder / "stage")  # a stage without a record goes, whatever happens from here on
         fsync_folder(folder)
         shutil.rmtree(folder / "stage")

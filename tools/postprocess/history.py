@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tools.checkpoint import journal
 from tools.checkpoint.layout import Checkpoint
+from tools.checkpoint.receipts import read_receipts
 from tools.checkpoint.report import Report, size_text
 from tools.checkpoint.undo import kept_bytes, standing
 from tools.postprocess.options import CheckpointDir
@@ -15,7 +15,7 @@ def history(checkpoint: CheckpointDir) -> Report:
     Example: tools history runs/ppo/checkpoint-500
     """
     path = Checkpoint.open(checkpoint, accept_run=True).path
-    receipts, holding = journal.receipts(path), {receipt["id"] for receipt in standing(path)}
+    receipts, holding = read_receipts(path), {receipt["id"] for receipt in standing(path)}
     sizes = {receipt["id"]: kept_bytes(path, receipt) for receipt in receipts}
     shown = {str(receipt["id"]): _entry(receipt, holding, sizes[receipt["id"]]) for receipt in receipts}
     total = sum(size or 0 for size in sizes.values())

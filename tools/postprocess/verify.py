@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from tools.checkpoint import journal
 from tools.checkpoint.adapters import changes_base
 from tools.checkpoint.change import refuse_ungathered, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError, all_of
 from tools.checkpoint.heads import strip_wrappers
 from tools.checkpoint.layout import Checkpoint
+from tools.checkpoint.receipts import fingerprint, read_receipts
 from tools.checkpoint.report import Report
 from tools.postprocess.options import CheckpointDir
 
@@ -80,11 +80,11 @@ def _unloadable(opened: Checkpoint) -> list[CheckpointError]:
 def _against_receipts(opened: Checkpoint) -> list[CheckpointError]:
     """Files that are not what the last step that wrote them recorded; times do not count, copies have new ones."""
     recorded = {
-        name: (receipt, known) for receipt in journal.receipts(opened.path) for name, known in receipt["files"].items()
+        name: (receipt, known) for receipt in read_receipts(opened.path) for name, known in receipt["files"].items()
     }
     findings = []
     for name, (receipt, known) in recorded.items():
-        found = journal.fingerprint(opened.path / name)
+        found = fingerprint(opened.path / name)
         one, other = ({key: v for key, v in (each or {}).items() if key != "mtime_ns"} for each in (known, found))
         if one != other:
             what = "is not there" if found is None else "has changed"
