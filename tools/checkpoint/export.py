@@ -100,7 +100,7 @@ def _clear_interrupted(output: Path) -> None:
             shutil.rmtree(_old(output))
         else:
             _old(output).rename(output)
-        fsync_folder(output.parent)
+            fsync_folder(output.parent)
 
 
 def _source(checkpoint: Checkpoint, output: Path) -> dict[str, Any]:

@@ -116,7 +116,9 @@ def _write_bin(content: TensorFile, out: BinaryIO) -> None:
     try:
         torch.save(state, out)
     except RuntimeError as error:  # torch's zip writer hides what the disk said behind a complaint of its own
-        raise error.__context__ if isinstance(error.__context__, OSError) else error
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def copy_tree(source: Path, target: Path) -> int:
