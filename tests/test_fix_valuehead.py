@@ -89,7 +89,17 @@ def test_a_bin_becomes_safetensors_on_request(old: bool, tiny: Path, tmp_path: P
     assert load_file(path / "value_head.safetensors").keys() == HEAD_NAMES
 
 
-def test_metadata_of_the_file_is_kept(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copy", [False, True], ids=["edited", "copied"])
+def test_fi_04_a_file_without_metadata_gets_its_format(copy: bool, tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    save_file(load_file(path / "model.safetensors"), path / "model.safetensors")
+    assert read_header(path / "model.safetensors").metadata == {}
+    fix_valuehead(path, copy=copy)
+    written = [read_header(path / name).metadata for name in ("model.safetensors", "value_head.safetensors")]
+    assert written == [{"format": "pt"}] * 2
+
+
+def test_fi_04_metadata_of_the_file_is_kept(tiny: Path, tmp_path: Path) -> None:
     path = heads.flat(tiny, tmp_path / "checkpoint")
     fix_valuehead(path)
     assert read_header(path / "model.safetensors").metadata == {"format": "pt", "origin": "a test"}
@@ -242,6 +252,17 @@ def test_what_is_not_understood_is_refused_by_name(why: str, tiny: Path, tmp_pat
     path = _with(heads.flat(tiny, tmp_path / "checkpoint"), tiny, extra)
     before = state(path)
     with pytest.raises(CheckpointError, match=message):
+        fix_valuehead(path)
+    assert state(path) == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "value_head.safetensors"])
+def test_vh_12_a_partitioned_placeholder_is_no_head(name: str, tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    placeholder = {"v_head.summary.weight": torch.ones(0), "v_head.summary.bias": torch.ones(1)}
+    save_file({**load_file(tiny / "model.safetensors"), **placeholder} if "model" in name else placeholder, path / name)
+    before = state(path)
+    with pytest.raises(CheckpointError, match=r"weight has 0 elements: looks like an un-gathered ZeRO-3"):
         fix_valuehead(path)
     assert state(path) == before
 

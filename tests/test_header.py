@@ -127,3 +127,14 @@ def test_a_header_built_here_holds_what_the_library_wrote(kinds: dict[str, tuple
 def test_a_header_too_long_for_its_place_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit in 16"):
         build_header([("a", "F32", (1,), 4)], {}, length=16)
+
+
+def test_fi_05_empty_and_null_metadata_are_none(tmp_path: Path) -> None:
+    for metadata in ({}, None):
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(
+            packed({"__metadata__": metadata, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4)
+        )
+        assert load(path.read_bytes()).keys() == {"a"}
+        header = read_header(path)
+        assert (dict(header.metadata), list(header.tensors)) == ({}, ["a"])

@@ -53,7 +53,7 @@ def test_training_state_is_told_from_the_model(tiny: Path, tmp_path: Path) -> No
     assert found == ("global_step7", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json")
 
 
-def test_an_index_that_names_a_missing_shard(tiny: Path, tmp_path: Path) -> None:
+def test_fi_06_an_index_that_names_a_missing_shard(tiny: Path, tmp_path: Path) -> None:
     path = heads.sharded(tiny, tmp_path / "checkpoint")
     (path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_an_index_that_points_outside_is_refused(shard: str, tiny: Path, tmp_pat
         Checkpoint.open(path)
 
 
-def test_a_file_beside_an_index_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_fi_06_a_file_beside_a_stale_index_is_refused(tiny: Path, tmp_path: Path) -> None:
     path = heads.sharded(tiny, tmp_path / "checkpoint")
     (path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="loaders disagree on which counts; remove one"):

@@ -299,7 +299,7 @@ def test_a_process_that_only_has_the_number_does_not_count(config: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["no trainer_state.json", "cut short", "is not there"])
-def test_an_incomplete_checkpoint_is_skipped_with_its_reason(
+def test_fi_16_an_incomplete_checkpoint_is_skipped_with_its_reason(
     config: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = ["finetuning.method=full", "training.max_steps=12"]
