@@ -189,9 +189,20 @@ def test_a_failed_flow_ends_its_command_with_one_line_and_the_code_of_the_error(
 
     monkeypatch.setattr(sys, "argv", ["fails"])
     with pytest.raises(SystemExit) as ended:
-        run_command(fails, argparse.ArgumentParser())
+        run_command(fails, argparse.ArgumentParser(), lambda: None)
     assert ended.value.code == code
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {error}"
+
+
+def test_a_plainly_wrong_argument_ends_a_command_before_a_server_is_started(monkeypatch, capsys):
+    def check() -> None:
+        raise CheckpointError("nowhere.yaml", "not found")
+
+    monkeypatch.setattr(sys, "argv", ["fails"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(None, argparse.ArgumentParser(), check)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: nowhere.yaml: not found\n"
 
 
 def prefect(*arguments: str) -> str:
