@@ -122,9 +122,10 @@ def _copied(checkpoint: Path) -> Command:
 
 
 def _fresh_copy(checkpoint: Path, copy: Path) -> None:
-    unsplit(checkpoint)
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(checkpoint, copy)
+    shutil.copy(checkpoint.with_suffix(".first_bytes"), copy.with_suffix(".first_bytes"))
+    unsplit(copy)
 
 
 @cache
