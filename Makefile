@@ -34,10 +34,11 @@ demo: $(INSTALLED) $(MODEL)
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED) $(MODEL)
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	@command -v strace >/dev/null || echo "strace is not installed: steps are not killed at every system call here"
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(shell command -v strace >/dev/null || echo '-m "not strace"')
 
 test-fast: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not real and not server"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not real and not server and not strace"
 
 torture: $(INSTALLED)
 	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m torture
