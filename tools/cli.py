@@ -50,12 +50,12 @@ def add_command(step: Callable[..., Report], *, takes_checkpoint: bool = True, e
             for options in _each(given, first, which):
                 try:
                     report = step(**options)
-                except CheckpointError as error:  # the next checkpoint of the run may be whole
+                except (CheckpointError, OSError) as error:  # the next checkpoint of the run may be whole
                     exit_codes.append(_told(error, name, extra, verbose))
                     continue
                 if not quiet:
                     typer.echo(dumps(report.as_dict()) if json else report_text(report))
-        except (CheckpointError, ModuleNotFoundError, KeyboardInterrupt) as error:
+        except (CheckpointError, OSError, ModuleNotFoundError, KeyboardInterrupt) as error:
             exit_codes.append(_told(error, name, extra, verbose))
         if exit_codes:
             raise typer.Exit(exit_codes[0])
@@ -87,6 +87,9 @@ def _explained(error: BaseException, command: str, extra: str) -> tuple[str, int
         return "\n".join(f"{error.label}: {line}" for line in str(error).splitlines()), error.exit_code
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] not in {"", "tools"}:
         return f"error: tools {command} needs {error.name}; pip install 'burnish[{extra}]'", 1
+    if isinstance(error, OSError):
+        what = error.strerror.lower() if error.strerror else str(error).partition("\n")[0]
+        return f"error: {printable(f'{error.filename or command}: {what}')}", 1
     if isinstance(error, KeyboardInterrupt):
         return "error: interrupted; nothing is lost", 130
     raise error

@@ -15,7 +15,7 @@ from tools.checkpoint import journal
 from tools.checkpoint.change import Change, Content, TensorFile
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.export import check_output, export
-from tools.checkpoint.files import copy_range
+from tools.checkpoint.files import copy_range, is_there
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import next_id
 from tools.checkpoint.report import Report
@@ -119,7 +119,7 @@ def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, re
         new = {name: c for name, c in change.files.items() if c is not None and name not in edits}
         removed = tuple(name for name, content in change.files.items() if content is None)
         require_space(path, sum(content.nbytes for content in new.values()))
-        touched = [name for name in change.files if os.path.lexists(path / name)]
+        touched = [name for name in change.files if is_there(path / name)]
         gate = journal.gate_for(path, touched)
         with journal.staging(path) as stage:
             written = _stage(path, stage, new, edits)

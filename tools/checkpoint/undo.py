@@ -10,7 +10,7 @@ from typing import Any
 from tools import __version__
 from tools.checkpoint import journal
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.files import is_shared
+from tools.checkpoint.files import is_shared, is_there
 from tools.checkpoint.receipts import fingerprint, next_id, read_receipts
 
 
@@ -49,7 +49,7 @@ def undo_last(checkpoint: Path) -> dict[str, Any]:
         _refuse(checkpoint, receipt, kept)
         with journal.staging(checkpoint) as stage:
             operations = [_reversed(checkpoint, name, kept, stage) for name in receipt["files"]]
-        touched = [name for name in receipt["files"] if os.path.lexists(checkpoint / name)]
+        touched = [name for name in receipt["files"] if is_there(checkpoint / name)]
         gate = journal.gate_for(checkpoint, touched)
         number = next_id(checkpoint)
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -75,16 +75,16 @@ def _refuse(checkpoint: Path, receipt: Mapping[str, Any], kept: Path) -> None:
         if fingerprint(checkpoint / name) != known:
             problem = f"has changed since {what}, or was copied without its times"
             raise CheckpointError(checkpoint / name, problem, "undoing the step would destroy that")
-        if (kept / f"{name}.head").exists() and is_shared(checkpoint / name):
+        if is_there(kept / f"{name}.head") and is_shared(checkpoint / name):
             raise CheckpointError(checkpoint / name, "is a link or has a second name", "remove that name first")
 
 
 def _reversed(checkpoint: Path, name: str, kept: Path, stage: Path) -> dict[str, Any]:
     """The operation that gives a file back as it was before the step, its old bytes staged."""
-    if os.path.lexists(kept / name):
+    if is_there(kept / name):
         _link(kept / name, stage / name)
         return {"op": "place", "file": name}
-    if not (kept / f"{name}.head").exists():
+    if not is_there(kept / f"{name}.head"):
         return {"op": "remove", "file": name}
     _link(kept / f"{name}.tail", stage / f"{name}.tail")
     size = (checkpoint / name).stat().st_size + (kept / f"{name}.tail").stat().st_size
@@ -97,3 +97,6 @@ def _link(old: Path, staged: Path) -> None:
         os.link(old, staged, follow_symlinks=False)
     except OSError:
         shutil.copy2(old, staged, follow_symlinks=False)
+        if not staged.is_symlink():
+            with staged.open("rb") as file:
+                os.fsync(file.fileno())
