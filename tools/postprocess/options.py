@@ -10,5 +10,6 @@ OutputDir = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Write the result here and leave CHECKPOINT as it is.", show_default=False),
 ]
+NewDir = Annotated[Path, typer.Option("--output", "-o", help="The directory to make.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an --output that exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be written, with bytes, and change nothing.")]
