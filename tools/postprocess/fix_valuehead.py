@@ -63,9 +63,7 @@ def _plan(source: Checkpoint, wanted: str | None, safetensors: bool) -> Change:
     _refuse_adapter_tensors(source, [name.removeprefix(wrapper) for name in decoder])
     names: dict[str, str | None] = {name: name.removeprefix(wrapper) for name in decoder}
     is_bin = model.name.endswith(".bin")
-    files = renamed(
-        model, names | dict.fromkeys(head_names), _as_safetensors(model) if is_bin and safetensors else None
-    )
+    files = renamed(model, names | dict.fromkeys(head_names), _as_safetensors if is_bin and safetensors else str)
     if head:
         files |= _head_file(source, model, head, ".bin" if is_bin and not safetensors else ".safetensors")
     if not files:
@@ -83,10 +81,9 @@ def _why_nothing(source: Checkpoint) -> str:
     return "no value head in the weights; nothing to do"
 
 
-def _as_safetensors(model: Weights) -> dict[str, str]:
-    """The names that transformers gives to the same files in safetensors: `model-00001-of-00002.safetensors`."""
-    names = [*(file.name for file in model.files), model.index_name]
-    return {n: n.replace("pytorch_model", "model", 1).replace(".bin", ".safetensors", 1) for n in names}
+def _as_safetensors(name: str) -> str:
+    """The name that transformers gives to the same file in safetensors: `model-00001-of-00002.safetensors`."""
+    return name.replace("pytorch_model", "model", 1).replace(".bin", ".safetensors", 1)
 
 
 def _head_file(source: Checkpoint, model: Weights, head: Head, suffix: str) -> dict[str, Content | None]:
