@@ -24,9 +24,9 @@ from snapshots import contents
 
 from tools.checkpoint import journal
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
-from tools.checkpoint.heads import strip_wrappers
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import read_receipts
+from tools.checkpoint.wrappers import strip_wrappers
 from tools.postprocess.fix_valuehead import fix_valuehead
 
 LAYOUTS = ("flat", "at_start_prefixed", "in_the_middle", "sharded")

@@ -6,10 +6,11 @@ import typer
 
 from tools.checkpoint.change import Change, Content, Stored, TensorFile, refuse_ungathered, renamed, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import Head, architectures_of, choose_head, find_heads, strip_wrappers, wrapper_of
+from tools.checkpoint.heads import Head, architectures_of, choose_head, find_heads
 from tools.checkpoint.layout import Checkpoint, Weights
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
+from tools.checkpoint.wrappers import strip_wrappers, wrapper_of
 from tools.postprocess.options import CheckpointDir, DryRun, OutputDir, Overwrite
 
 
