@@ -1,6 +1,6 @@
 """Value heads among the tensors of a checkpoint: found by names and shapes, and the one to act on chosen."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,17 @@ class Head:
     def label(self) -> str:
         """What `--head` calls it: the first component of its names."""
         return self.layout.label
+
+    def described(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Framework, and dtype and shape of each tensor, for a report."""
+        shapes = {bare: f"{tensors[name].dtype} {list(tensors[name].shape)}" for name, bare in self.names.items()}
+        return {"framework": self.layout.frameworks, **shapes}
+
+
+def some(names: Iterable[str]) -> str:
+    """Names as a sentence holds them: up to four, else two and how many more."""
+    names = list(names)
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 def architectures_of(config: Mapping[str, Any] | None) -> list[str]:

@@ -23,6 +23,11 @@ def strip_wrappers(name: str) -> str:
     return _INNER.sub("", name.removeprefix(_leading(name)))
 
 
+def inner_wrappers(name: str) -> list[str]:
+    """Those wrappers in a name that may stand inside it."""
+    return _INNER.findall(name)
+
+
 def bare_names(names: Iterable[str]) -> dict[str, str]:
     """Each name with what it is without wrappers, as the names that stand beside it tell.
 
