@@ -13,6 +13,8 @@ _INSIDE = "base_model.model."
 # PEFT gives the name of the adapter to its live tensors, and leaves it out of the file.
 _TRAINED = re.compile(r"(?P<module>.+)\.(?P<kind>lora_[A-Za-z_]+)(\.default)?(?P<rest>\.(weight|bias))?")
 _SAVED_MODULE = re.compile(r"(?P<module>.+)\.modules_to_save\.default\.(?P<rest>.+)")
+# PEFT saves an embedding with the adapter that targets it: its vocabulary may have been resized.
+_EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.base_layer\.weight")
 _MAGNITUDE = "lora_magnitude_vector"
 # Fields of adapter_config.json by which tensors of the base itself are trained, or others than LoRA's.
 _UNREADABLE = ("trainable_token_indices", "target_parameters")
@@ -49,7 +51,7 @@ def gathered_adapter(source: Checkpoint, file: Path, bare: Mapping[str, str]) ->
     for name in inside:
         if saved := _saved_name(file, bare[name]):
             names[name] = saved
-    if not names:
+    if not any(".lora_" in saved for saved in names.values()):
         raise CheckpointError(file, f"{inside[0]} belongs to the base of an adapter, and no lora_A is here")
     return GatheredAdapter(names, tuple(name for name in inside if name not in names))
 
@@ -72,7 +74,9 @@ def adapter_files(source: Checkpoint, adapter: GatheredAdapter, suffix: str) -> 
 
 
 def _saved_name(file: Path, name: str) -> str | None:
-    """What PEFT calls it in its file; None for a tensor of the base."""
+    """What PEFT calls it in its file; None for a tensor of the base that it leaves out."""
+    if _EMBEDDING.fullmatch(name):
+        return name
     if found := _SAVED_MODULE.fullmatch(name):
         return f"{found['module']}.{found['rest']}"
     if found := _TRAINED.fullmatch(name):

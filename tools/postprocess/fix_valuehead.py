@@ -89,10 +89,10 @@ def _plan(source: Checkpoint, wanted: str | None, safetensors: bool, config_from
     config = missing_config(source, config_from) if decoder and not adapter else {}
     if not files and not config:
         return Change(_why_nothing(source))
-    gone = frozenset((*own, *(adapter.base if adapter else ())))
+    gone = {*own, *(adapter.base if adapter else ()), *(adapter.names if adapter and source.adapter else ())}
     summary = _summary(source, head, wrapper, decoder, adapter, config)
     details = {"head": head.described(model.tensors)} if head else {}
-    return Change(summary, {**files, **config}, details, gone)
+    return Change(summary, {**files, **config}, details, frozenset(gone))
 
 
 def _chosen(source: Checkpoint, model: Weights, wanted: str | None) -> Head | None:
@@ -141,7 +141,7 @@ def _why_nothing(source: Checkpoint) -> str:
                 return f"{names} belongs to the adapter; nothing to do"
             how = f"(--head {head.label} splits it out)"
             if head.outputs > 1:
-                return f"{names} has {head.outputs} outputs and is no value head; nothing to do {how}"
+                return f"{names}: {head.outputs} outputs, so no value head; nothing to do {how}"
             return f"{names} belongs to {architecture}; nothing to do {how}"
     return "no value head in the weights; nothing to do"
 
@@ -158,7 +158,7 @@ def _summary(
     if head:
         parts.append(f"value head split out ({some(head.names.values())})")
         if head.companions:
-            parts.append(f"{some(head.companions.values())} of the reference model kept beside it")
+            parts.append(f"{len(head.companions)} tensors of the reference model (frozen_head.) kept beside it")
     for dropped, count in _dropped(wrapper, decoder).items():
         parts.append(f"{dropped} dropped from {count} names")
     if adapter:

@@ -82,11 +82,13 @@ def _plan(source: Checkpoint, wrapper: str) -> Change:
         return Change(f"the value head is in {where} already; nothing to do")
     parts = []
     if head and source.head:
-        parts.append(f"value head of {source.head.name} joined into the weights ({some(head.names)})")
+        done = "is in the weights already, so that file goes" if inside else "joined into the weights"
+        parts.append(f"value head of {source.head.name} {done} ({some(head.names)})")
     if wrapper:
         parts.append(f"{wrapper} before the names of the decoder")
     details = {"head": head.described(source.head.tensors)} if head and source.head else {}
-    return Change("; ".join(parts), files, details)
+    doubled = frozenset(source.head.tensors) if inside and source.head else frozenset()
+    return Change("; ".join(parts), files, details, doubled)
 
 
 def _head_in_file(source: Checkpoint) -> Head | None:
