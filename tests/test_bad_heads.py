@@ -180,7 +180,7 @@ def test_another_head_in_the_weights(tiny: Path, tmp_path: Path) -> None:
     refused(fix_valuehead, path, r"score.weight in the weights differ from what value_head.safetensors holds")
 
 
-def test_two_candidate_heads_and_one_is_chosen(tiny: Path, tmp_path: Path) -> None:
+def test_vh_09_of_two_candidates_one_is_chosen(tiny: Path, tmp_path: Path) -> None:
     path = model_with(tiny, tmp_path / "checkpoint", {"value_head.weight": ONE, "score.weight": ONE})
     fix_valuehead(path, head="score")
     assert load_file(path / "value_head.safetensors").keys() == {"score.weight"}

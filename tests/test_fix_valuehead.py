@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.header import build_header, read_header
 from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.inspect import inspect
 
 Recorded = Callable[[str], Path]
 HEAD_NAMES = {"v_head.summary.weight", "v_head.summary.bias"}
@@ -192,6 +193,35 @@ def test_checkpoints_that_trainers_wrote(name: str, recorded: Recorded) -> None:
         source = Path(__file__).parent / "fixtures" / "trl-valuehead-single" / "config.json"
         (path / "config.json").write_bytes(source.read_bytes())
     logits(path)
+
+
+@pytest.mark.parametrize("name", ["value_head.weight", "score.weight", "reward_head.weight"])
+def test_vh_09_heads_of_other_names(name: str, tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    weight = torch.linspace(-1, 1, 32)[None]
+    save_file(load_file(tiny / "model.safetensors") | {name: weight}, path / "model.safetensors")
+    shown = inspect(path).details["value head in the weights"]
+    assert shown.keys() == {name}
+    assert shown[name].startswith("F32 [1, 32] (")
+    assert "`tools fix-valuehead` splits it out" in shown[name]
+    fix_valuehead(path, output=tmp_path / "by name", head=name.split(".")[0])
+    fix_valuehead(path)
+    for split in (path, tmp_path / "by name"):
+        assert torch.equal(load_file(split / "value_head.safetensors")[name], weight)
+        assert torch.equal(logits(split), logits(tiny))
+
+
+def test_vh_13_a_classifier_that_has_a_head_keeps_it(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    save_file(load_file(tiny / "model.safetensors") | {"score.weight": torch.ones(1, 32)}, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    before = state(path)
+    report = fix_valuehead(path)
+    expected = "score.weight belongs to LlamaForSequenceClassification; nothing to do (--head score splits it out)"
+    assert (report.changed, report.summary) == (False, expected)
+    assert state(path) == before
+    assert "part of the model" in inspect(path).details["value head in the weights"]["score.weight"]
 
 
 def test_a_classifier_keeps_the_head_that_belongs_to_it(recorded: Recorded) -> None:
