@@ -46,10 +46,10 @@ def _refuse_ignored_weights(source: Checkpoint) -> None:
     ignored = MODEL_FILES[1]
     if source.model is None or source.model.name == ignored:
         return
-    names = _names_in(source, ignored)
     heads = [h for w in (source.model, source.head) if w for h in find_heads(w.tensors, source.config)]
     inner = {name for head in heads for name in head.names.values()}
-    twice = [name for name, bare in bare_names(names).items() if bare in inner]
+    names = bare_names(_names_in(source, ignored)) if inner else {}
+    twice = [name for name, bare in names.items() if bare in inner]
     if twice:
         problem = f"{', '.join(twice)} in {ignored} and in {(source.head or source.model).name}"
         raise CheckpointError(source.path, problem, "keep one of the two: move the other file away")

@@ -51,8 +51,10 @@ def architectures_of(config: Mapping[str, Any] | None) -> list[str]:
 
 def find_heads(tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> tuple[Head, ...]:
     """Every head of a documented layout, those with several outputs too."""
-    bare = bare_names(tensors)
-    found = (_head_of(layout, bare, tensors, config) for layout in layouts_for(config))
+    layouts = layouts_for(config)
+    starts = tuple({start for layout in layouts for start in (f"{layout.prefix}.", *layout.companions)})
+    bare = {name: inner for name, inner in bare_names(tensors).items() if inner.startswith(starts)}
+    found = (_head_of(layout, bare, tensors, config) for layout in layouts)
     return tuple(head for head in found if head)
 
 

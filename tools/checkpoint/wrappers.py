@@ -11,6 +11,7 @@ _ANYWHERE = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 _INNER = re.compile(rf"(?:(?<=\.)|^){_ANYWHERE}")
 # Modules around a whole model: DDP, TRL, DeepSpeed-Chat.
 _LEADING = re.compile(rf"(?:module\.|pretrained_model\.|rwtransformer\.|{_ANYWHERE})*")
+_STARTS = ("module.", "pretrained_model.", "rwtransformer.", "_")
 # A policy and a value model in one file: another command takes them apart.
 ACTOR_CRITIC = ("policy.", "value_model.", "critic_backbone.")
 _TRLX = "base_model."
@@ -20,6 +21,8 @@ _ADAPTER = re.compile(r"base_model\.model\..*lora_")
 
 def strip_wrappers(name: str) -> str:
     """The name of a parameter without the wrappers before and inside it."""
+    if "._" not in name and not name.startswith(_STARTS):  # most names of most checkpoints
+        return name
     return _INNER.sub("", name.removeprefix(_leading(name)))
 
 
@@ -34,8 +37,9 @@ def bare_names(names: Iterable[str]) -> dict[str, str]:
     `base_model.` is trlx's wrapper beside one of trlx's heads, and a part of PEFT's names elsewhere.
     """
     names = list(names)
-    is_trlx = _is_trlx(names)
-    return {name: _INNER.sub("", name.removeprefix(_leading(name, is_trlx))) for name in names}
+    if not _is_trlx(names):
+        return {name: strip_wrappers(name) for name in names}
+    return {name: _INNER.sub("", name.removeprefix(_leading(name, is_trlx=True))) for name in names}
 
 
 def wrapper_of(path: Path, names: Iterable[str], among: Iterable[str] = ()) -> str:
@@ -49,7 +53,7 @@ def wrapper_of(path: Path, names: Iterable[str], among: Iterable[str] = ()) -> s
     bare: dict[str, str] = {}
     by_prefix: dict[str, str] = {}
     for name in names:
-        prefix = _leading(name, is_trlx)
+        prefix = _leading(name, is_trlx=is_trlx)
         inner = _INNER.sub("", name.removeprefix(prefix))
         if inner in bare:
             raise CheckpointError(path, f"{bare[inner]} and {name} are the same tensor of the model, {inner}")
@@ -66,7 +70,7 @@ def _is_trlx(names: list[str]) -> bool:
     return any(map(_TRLX_HEAD.match, bare)) and not any(map(_ADAPTER.match, bare))
 
 
-def _leading(name: str, is_trlx: bool = False) -> str:
+def _leading(name: str, *, is_trlx: bool = False) -> str:
     """The wrappers before the first part of a name that is none; trlx's, which is there once, among them."""
     start = _LEADING.match(name)
     assert start
