@@ -25,10 +25,10 @@ from snapshots import contents
 from tools.checkpoint import journal
 from tools.checkpoint.change import Change, Computed, TensorFile, stored
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
-from tools.checkpoint.heads import strip_wrappers
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import read_receipts
 from tools.checkpoint.rewrite import rewrite
+from tools.checkpoint.wrappers import strip_wrappers
 from tools.postprocess.fix_valuehead import fix_valuehead
 
 LAYOUTS = ("flat", "at_start_prefixed", "in_the_middle", "sharded")

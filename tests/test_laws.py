@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import adapters
+import frameworks
 import heads
 import pytest
 from snapshots import contents, state
@@ -20,6 +21,7 @@ from tools.checkpoint.report import Report
 from tools.postprocess.bundle_processor import bundle_processor
 from tools.postprocess.convert_pissa import convert_pissa
 from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.join_valuehead import join_valuehead
 
 Step = Callable[..., Report]
 Case = tuple[Path, Step]
@@ -27,6 +29,24 @@ Case = tuple[Path, Step]
 
 def _valuehead(layout: str) -> Callable[[Path, Path], Case]:
     return lambda tiny, folder: (heads.LAYOUTS[layout](tiny, folder / "checkpoint"), fix_valuehead)
+
+
+def _joined(layout: str) -> Callable[[Path, Path], Case]:
+    def build(tiny: Path, folder: Path) -> Case:
+        checkpoint = heads.LAYOUTS[layout](tiny, folder / "split")
+        fix_valuehead(checkpoint, output=folder / "checkpoint")
+        shutil.rmtree(folder / "checkpoint" / ".burnish")
+        return folder / "checkpoint", join_valuehead
+
+    return build
+
+
+def _frameworks(name: str) -> Callable[[Path, Path], Case]:
+    def build(tiny: Path, folder: Path) -> Case:
+        frameworks.FRAMEWORKS[name].build(tiny, folder / "checkpoint")
+        return folder / "checkpoint", fix_valuehead
+
+    return build
 
 
 def _pissa(tiny: Path, folder: Path) -> Case:
@@ -47,6 +67,8 @@ def _bundle(tiny: Path, folder: Path) -> Case:
 
 CASES = {
     **{f"fix-valuehead-{layout}": _valuehead(layout) for layout in heads.LAYOUTS},
+    "fix-valuehead-trlx-pickled": _frameworks("trlx-hydra"),
+    **{f"join-valuehead-{layout}": _joined(layout) for layout in ("flat", "at_start", "sharded", "pickled")},
     "convert-pissa": _pissa,
     "bundle-processor": _bundle,
 }
@@ -263,7 +285,7 @@ def test_a_failure_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path:
 
 
 # torch writes a `.bin`, and a process that runs torch is not forked.
-@pytest.mark.parametrize("case", [name for name in CASES if name != "fix-valuehead-pickled"], indirect=True)
+@pytest.mark.parametrize("case", [name for name in CASES if not name.endswith("-pickled")], indirect=True)
 def test_a_kill_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path: Path) -> None:
     checkpoint, step = case
     old, finished = contents(checkpoint), set()

@@ -9,11 +9,13 @@ from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.postprocess.forget import forget
 from tools.postprocess.history import history
 from tools.postprocess.inspect import inspect
+from tools.postprocess.join_valuehead import join_valuehead
 from tools.postprocess.undo import undo
 from tools.postprocess.verify import verify
 
 STEPS: tuple[Callable[..., Report], ...] = (
     fix_valuehead,
+    join_valuehead,
     convert_pissa,
     bundle_processor,
     inspect,
