@@ -9,11 +9,13 @@ from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.postprocess.forget import forget
 from tools.postprocess.history import history
 from tools.postprocess.inspect import inspect
+from tools.postprocess.split_actor_critic import split_actor_critic
 from tools.postprocess.undo import undo
 from tools.postprocess.verify import verify
 
 STEPS: tuple[Callable[..., Report], ...] = (
     fix_valuehead,
+    split_actor_critic,
     convert_pissa,
     bundle_processor,
     inspect,
