@@ -1,5 +1,6 @@
 """A policy and a value model in TRL's wrapper, saved in every way in which trainers leave them."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,7 @@ def build(model_type: str = "llama", dtype: torch.dtype = torch.float32, **field
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **ENDS, "tie_word_embeddings": False, **fields})
     policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    config = copy.deepcopy(config)
     config.num_labels = 1
     value_model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
     return Wrapper(policy, value_model).eval()
@@ -51,11 +53,8 @@ def build(model_type: str = "llama", dtype: torch.dtype = torch.float32, **field
 def _folder(wrapper: Wrapper, path: Path) -> Path:
     """What lies beside the weights: the policy's configuration, a tokenizer, and files nobody knows."""
     path.mkdir(parents=True)
-    config = wrapper.policy.config.to_dict()
-    known = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
-    dtype = str(wrapper.policy.dtype).removeprefix("torch.")
-    described = {**known, "architectures": [type(wrapper.policy).__name__], "dtype": dtype}
-    (path / "config.json").write_text(json.dumps(described, indent=2))
+    wrapper.policy.config.architectures = [type(wrapper.policy).__name__]
+    wrapper.policy.config.save_pretrained(path)
     (path / "generation_config.json").write_text('{"pad_token_id": 0}')
     (path / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
     (path / "notes.txt").write_text("of the policy")

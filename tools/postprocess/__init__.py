@@ -5,6 +5,7 @@ from collections.abc import Callable
 from tools.checkpoint.report import Report
 from tools.postprocess.bundle_processor import bundle_processor
 from tools.postprocess.convert_pissa import convert_pissa
+from tools.postprocess.export_reward_model import export_reward_model
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.postprocess.forget import forget
 from tools.postprocess.history import history
@@ -16,6 +17,7 @@ from tools.postprocess.verify import verify
 STEPS: tuple[Callable[..., Report], ...] = (
     fix_valuehead,
     split_actor_critic,
+    export_reward_model,
     convert_pissa,
     bundle_processor,
     inspect,

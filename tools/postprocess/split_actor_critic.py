@@ -72,7 +72,9 @@ def _one_report(output: Path, reports: Mapping[str, Report], seconds: float) -> 
     if len(reports) == 1:
         (only,) = reports
         summary += f" (no {'policy' if only == 'critic' else 'value model'} was saved here)"
-    return replace(both, summary=summary, details={part: report.details for part, report in reports.items()})
+    return replace(
+        both, summary=summary, details={part: report.details for part, report in reports.items() if report.details}
+    )
 
 
 def _plans(source: Checkpoint, critic_config: Path | None) -> dict[str, Change]:
