@@ -99,6 +99,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": _both("Qwen2Moe"),
     "qwen3": _both("Qwen3"),
     "qwen3_moe": _both("Qwen3Moe"),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification", None),
+    "qwen3_next": _both("Qwen3Next"),
     "seed_oss": _both("SeedOss"),
     "smollm3": _both("SmolLM3", tied=True),
     "stablelm": _both("StableLm"),
