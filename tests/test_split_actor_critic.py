@@ -1,6 +1,8 @@
 """Policy and value model leave their wrapper, and each is the same model to the bit."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from snapshots import contents, state
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.header import read_header
+from tools.checkpoint.header import build_header, read_header
 from tools.postprocess.split_actor_critic import split_actor_critic
 
 IDS = torch.arange(10)[None]
@@ -265,3 +267,34 @@ def test_a_family_without_a_classifier_is_refused_by_name(tmp_path: Path) -> Non
     (path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config.json; copy that of the policy into it"):
         split_actor_critic(path, output=tmp_path / "split")
+
+
+_MEASURED = """
+import sys
+from pathlib import Path
+from tools.postprocess.split_actor_critic import split_actor_critic
+
+def peak():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+
+before = peak()
+split_actor_critic(Path(sys.argv[1]), output=Path(sys.argv[2]))
+print(peak() - before, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to measure memory")
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "ppo"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "llama", "pad_token_id": 0}')
+    shape = (1 << 14, 1 << 12)
+    large = [f"{part}.embed_tokens.weight" for part in ("critic_backbone", "policy.model", "value_model.model")]
+    rows = [*((name, "BF16", shape, 2 << 26) for name in large), ("value_model.score.weight", "BF16", (1, 4096), 8192)]
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(build_header(rows, {}))
+        file.truncate(file.tell() + sum(nbytes for *_, nbytes in rows))
+    command = [sys.executable, "-c", _MEASURED, path, tmp_path / "split"]
+    grown, has_torch = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert int(grown) < 32 << 20
+    assert has_torch == "False"
