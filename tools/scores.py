@@ -8,7 +8,7 @@ from tools.checkpoint.classifiers import SCORE_BIAS
 from tools.checkpoint.heads import architectures_of
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.padding import pad_token_id
-from tools.logits import LENGTH, fixed_rows
+from tools.logits import LENGTH, fixed_rows, quiet
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,8 @@ def scorer(path: Path) -> Scorer:
     names = architectures_of(config)
 
     def load(auto: Any) -> Any:
-        return auto.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+        with quiet():
+            return auto.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
 
     if any(name.endswith("ForSequenceClassification") for name in names):
         sequence, bias = load(AutoModelForSequenceClassification), config.get(SCORE_BIAS, 0.0)

@@ -112,8 +112,8 @@ def _rest(
         if name in head:
             continue
         bare = strip_wrappers(name)
-        is_bare_decoder = name.startswith(_BARE_DECODER) or bare.startswith(_BARE_DECODER)
-        bare = f"{family.base}.{bare.removeprefix(_BARE_DECODER)}" if is_bare_decoder else bare
+        if _BARE_DECODER in name:
+            bare = f"{family.base}.{bare.removeprefix(_BARE_DECODER)}"
         part = lm_head if bare in LM_HEAD else decoder
         if bare in part:
             raise CheckpointError(source.path, f"{part[bare].name} and {name} are the same parameter", "keep one")

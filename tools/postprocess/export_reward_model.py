@@ -142,7 +142,7 @@ def _details(model: RewardModel) -> dict[str, Any]:
 def _pad_note(source: Checkpoint, pad: int) -> str:
     ends = (source.config or {}).get("eos_token_id")
     if pad in (ends if isinstance(ends, list) else [ends]):
-        return f"{pad}, the end token too: it finds the token before the end, so score texts without it"
+        return f"{pad}, which is the end token too: transformers scores a text that ends with it one token early"
     return str(pad)
 
 
