@@ -80,6 +80,12 @@ def aliased(wrapper: Wrapper, path: Path) -> Path:
     return path
 
 
+def aliased_in_ddp(wrapper: Wrapper, path: Path) -> Path:
+    """The same from inside DDP."""
+    save_model(nn.ModuleDict({"module": wrapper}), str(_folder(wrapper, path) / "model.safetensors"))
+    return path
+
+
 def gathered(wrapper: Wrapper, path: Path) -> Path:
     """As a full state dict of FSDP or ZeRO: three prefixes, each a copy of its own."""
     tensors = {name: tensor.clone() for name, tensor in wrapper.state_dict().items()}
@@ -88,7 +94,7 @@ def gathered(wrapper: Wrapper, path: Path) -> Path:
 
 
 def distributed(wrapper: Wrapper, path: Path) -> Path:
-    """The same from inside DDP and torch.compile."""
+    """A full state dict from inside DDP and torch.compile."""
     tensors = {f"module._orig_mod.{name}": tensor.clone() for name, tensor in wrapper.state_dict().items()}
     save_file(tensors, _folder(wrapper, path) / "model.safetensors", metadata={"format": "pt"})
     return path
@@ -125,5 +131,6 @@ def sharded_pickles(wrapper: Wrapper, path: Path) -> Path:
 
 
 FORMS = {
-    form.__name__: form for form in (accelerated, aliased, gathered, distributed, pickled, sharded, sharded_pickles)
+    form.__name__: form
+    for form in (accelerated, aliased, aliased_in_ddp, gathered, distributed, pickled, sharded, sharded_pickles)
 }

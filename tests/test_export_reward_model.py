@@ -211,39 +211,6 @@ def test_verify_compares_scores_and_fails_beyond_the_tolerance(tmp_path: Path) -
     assert largest_difference(path, tmp_path / "classifier") == pytest.approx(0.25)
 
 
-TOKENIZERS = {
-    "generation_config.json": {"generation_config.json": {"pad_token_id": 7}},
-    "added_tokens_decoder": {
-        "tokenizer_config.json": {"pad_token": {"content": "<p>"}, "added_tokens_decoder": {"7": {"content": "<p>"}}}
-    },
-    "added_tokens": {
-        "tokenizer_config.json": {"pad_token": "<p>"},
-        "tokenizer.json": {"added_tokens": [{"id": 7, "content": "<p>"}], "model": {}},
-    },
-    "vocabulary": {
-        "special_tokens_map.json": {"pad_token": "<p>"},
-        "tokenizer.json": {"added_tokens": [], "model": {"vocab": {"<p>": 7}}},
-    },
-}
-
-
-@pytest.mark.parametrize("place", TOKENIZERS)
-def test_the_padding_token_is_looked_up(place: str, tiny: Path, tmp_path: Path) -> None:
-    path = heads.flat(tiny, tmp_path / "rm")
-    (path / "generation_config.json").unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match=r"no pad_token_id in config.json or the tokenizer.*; add pad_token_id"):
-        export_reward_model(path, output=tmp_path / "classifier")
-    for name, value in TOKENIZERS[place].items():
-        (path / name).write_text(json.dumps(value))
-    export_reward_model(path, output=tmp_path / "classifier")
-    assert json.loads((tmp_path / "classifier/config.json").read_text())["pad_token_id"] == 7
-
-
-def test_a_padding_token_that_ends_texts_is_pointed_out(tmp_path: Path) -> None:
-    report = export_reward_model(reward_model(tmp_path / "rm", pad_token_id=2), output=tmp_path / "classifier")
-    assert report.details["pad_token_id"].startswith("2, which is the end token too")
-
-
 REFUSED: dict[str, dict[str, torch.Tensor | None]] = {
     r"(?=.*v_head.0.weight \[64, 32\])(?=.*one linear layer)": {
         "v_head.0.weight": torch.zeros(64, 32),
@@ -310,3 +277,18 @@ def test_a_family_without_such_a_class_is_refused_by_name(
     (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
     with pytest.raises(CheckpointError, match=problem):
         export_reward_model(path, output=tmp_path / "classifier", to=form)
+
+
+def test_a_sequence_classifier_needs_a_padding_token(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "rm")
+    with pytest.raises(CheckpointError, match=r"no pad_token_id in config.json or the tokenizer.*; add pad_token_id"):
+        export_reward_model(path, output=tmp_path / "classifier")
+    export_reward_model(path, output=tmp_path / "classifier", to=TOKEN)
+    (path / "generation_config.json").write_text('{"pad_token_id": 7}')
+    export_reward_model(path, output=tmp_path / "other")
+    assert json.loads((tmp_path / "other/config.json").read_text())["pad_token_id"] == 7
+
+
+def test_a_padding_token_that_ends_texts_is_pointed_out(tmp_path: Path) -> None:
+    report = export_reward_model(reward_model(tmp_path / "rm", pad_token_id=2), output=tmp_path / "classifier")
+    assert report.details["pad_token_id"].startswith("2, which is the end token too")
