@@ -158,6 +158,9 @@ OTHER_HEADS = {
 }
 
 
+OF_OPENRLHF = {"normalize_reward": True, "mean": 0.5, "std": 2.0, "pad_token_id": 0}
+
+
 @pytest.mark.parametrize("framework", OTHER_HEADS)
 def test_heads_of_other_frameworks(framework: str, tiny: Path, tmp_path: Path) -> None:
     name, prefix, architecture = OTHER_HEADS[framework]
@@ -167,8 +170,9 @@ def test_heads_of_other_frameworks(framework: str, tiny: Path, tmp_path: Path) -
     weight = heads.HEAD["v_head.summary.weight"]
     save_file(renamed | {name: weight}, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": [architecture], "pad_token_id": 0}))
-    export_reward_model(path, output=tmp_path / "classifier")
+    (path / "config.json").write_text(json.dumps(config | {"architectures": [architecture], **OF_OPENRLHF}))
+    report = export_reward_model(path, output=tmp_path / "classifier")
+    assert report.details["reward"] == "(score - 0.5) / 2.0, by mean and std in config.json"
     found = load_file(tmp_path / "classifier/model.safetensors")
     assert found.keys() == decoder.keys() | {"score.weight"}
     assert torch.equal(found["score.weight"], weight)
@@ -181,7 +185,7 @@ def test_heads_of_other_frameworks(framework: str, tiny: Path, tmp_path: Path) -
 def test_one_classifier_becomes_the_other(tmp_path: Path) -> None:
     path = reward_model(tmp_path / "rm")
     export_reward_model(path, output=tmp_path / "token", to=TOKEN)
-    export_reward_model(tmp_path / "token", output=tmp_path / "sequence", to=SEQUENCE)
+    export_reward_model(tmp_path / "token", output=tmp_path / "sequence", to=SEQUENCE, head="score")
     export_reward_model(tmp_path / "sequence", output=tmp_path / "token again", to=TOKEN)
     names = [tmp_path / name / "model.safetensors" for name in ("token", "token again")]
     one, other = (load_file(name) for name in names)

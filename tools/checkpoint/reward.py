@@ -66,7 +66,7 @@ def _find_head(
         (SEQUENCE, family.sequence, SEQUENCE_HEAD),
         (TOKEN, family.token_class, family.token),
     ):
-        if architecture in architectures and not wanted:
+        if architecture in architectures and wanted in (None, layer):
             return form, {n: s for n, s in tensors.items() if strip_wrappers(n).startswith(f"{layer}.")}
     path = source.path / model.name
     head = choose_head(path, model.tensors, source.config, wanted)

@@ -47,7 +47,7 @@ def export_reward_model(
 
     Example: tools export-reward-model runs/rm/checkpoint-500 -o runs/rm/classifier --verify
     """
-    options = {"to": to, **({"head": head} if head else {}), **({"base": str(base)} if base else {})}
+    options = {"to": to, "head": head, "base": str(base) if base else None}
     report = rewrite(
         "export-reward-model",
         checkpoint,
@@ -55,7 +55,7 @@ def export_reward_model(
         output=output,
         overwrite=overwrite,
         dry_run=dry_run,
-        options=options,
+        options={key: value for key, value in options.items() if value},
     )
     return _verified(report, Path(checkpoint), output.expanduser(), tolerance) if verify and not dry_run else report
 
@@ -106,7 +106,7 @@ def _sequence(source: Checkpoint, family: Family, model: RewardModel) -> _Layout
     if model.constant:
         summary += f"; its scores lack the bias {model.constant:g}, which config.json keeps as {SCORE_BIAS}"
     notes = {"pad_token_id": _pad_note(source, pad)}
-    return _Layout(tensors, config, summary, _details(model) | notes, {})
+    return _Layout(tensors, config, summary, _details(source, model) | notes, {})
 
 
 def _token(source: Checkpoint, family: Family, model: RewardModel) -> _Layout:
@@ -118,7 +118,7 @@ def _token(source: Checkpoint, family: Family, model: RewardModel) -> _Layout:
         f"{family.token}.weight": model.weight,
         f"{family.token}.bias": _bias(model),
     }
-    return _Layout(tensors, config, f"{family.token_class} with one label, exact", _details(model), {})
+    return _Layout(tensors, config, f"{family.token_class} with one label, exact", _details(source, model), {})
 
 
 def _value_head(source: Checkpoint, family: Family, model: RewardModel, base: Path | None) -> _Layout:
@@ -127,7 +127,9 @@ def _value_head(source: Checkpoint, family: Family, model: RewardModel, base: Pa
     config = causal_config(source.config, family)
     head = TensorFile({"v_head.summary.weight": model.weight, "v_head.summary.bias": _bias(model)})
     summary = f"{family.causal} with its value head in value_head.safetensors"
-    return _Layout({**model.decoder, **lm_head}, config, summary, _details(model), {"value_head.safetensors": head})
+    return _Layout(
+        {**model.decoder, **lm_head}, config, summary, _details(source, model), {"value_head.safetensors": head}
+    )
 
 
 def _bias(model: RewardModel) -> Source:
@@ -135,8 +137,11 @@ def _bias(model: RewardModel) -> Source:
     return model.bias or constant(model.weight.dtype, model.constant)
 
 
-def _details(model: RewardModel) -> dict[str, Any]:
-    return {"head": ", ".join(model.head_names), "bias": model.constant}
+def _details(source: Checkpoint, model: RewardModel) -> dict[str, Any]:
+    config = source.config or {}
+    normal = f"(score - {config.get('mean')}) / {config.get('std')}, by mean and std in config.json"
+    notes = {"reward": normal} if config.get("normalize_reward") else {}
+    return {"head": ", ".join(model.head_names), "bias": model.constant, **notes}
 
 
 def _pad_note(source: Checkpoint, pad: int) -> str:

@@ -1,5 +1,6 @@
 """Actor and critic of a PPO trainer: split into two models that load on their own."""
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -50,7 +51,7 @@ def split_actor_critic(
     started = time.perf_counter()
     output = output.expanduser()
     changes = _plans(Checkpoint.open(checkpoint), critic_config)  # whatever is refused is so before a byte is written
-    named = {"critic_config": str(critic_config)} if critic_config else {}
+    described = {"critic_config": os.path.relpath(critic_config, checkpoint)} if critic_config else {}
     reports = {
         part: rewrite(
             "split-actor-critic",
@@ -59,7 +60,7 @@ def split_actor_critic(
             output=output / part,
             overwrite=overwrite,
             dry_run=dry_run,
-            options={"part": part, **named},
+            options={"part": part, **(described if part == "critic" else {})},
         )
         for part, change in changes.items()
     }
