@@ -173,6 +173,26 @@ def test_a_name_of_the_model_that_the_head_would_take(tiny: Path, tmp_path: Path
     refused(join_valuehead, path, r"score.weight is there already, and is no value head")
 
 
+def test_a_name_in_another_shard_that_the_head_would_take(tiny: Path, tmp_path: Path) -> None:
+    path = heads.sharded(tiny, tmp_path / "checkpoint")
+    fix_valuehead(path)
+    first, index = path / "model-00001-of-00003.safetensors", path / "model.safetensors.index.json"
+    save_file(load_file(first) | {"v_head.summary.weight": TWO}, first)
+    changed = json.loads(index.read_text())
+    changed["weight_map"]["v_head.summary.weight"] = first.name
+    index.write_text(json.dumps(changed))
+    refused(join_valuehead, path, r"00001-of-00003.*v_head.summary.weight is there already, and is no value head")
+
+
+def test_a_classifier_with_another_head_in_a_file(recorded: Recorded) -> None:
+    path = recorded("hf-reward-model")
+    own = load_file(path / "model.safetensors")["score.weight"]
+    save_file({"score.weight": own + 1}, path / "value_head.safetensors")
+    refused(join_valuehead, path, r"score.weight in the weights differ from what value_head.safetensors holds")
+    save_file({"score.weight": own}, path / "value_head.safetensors")
+    assert join_valuehead(path).removed == ("value_head.safetensors",)
+
+
 def test_another_head_in_the_weights(tiny: Path, tmp_path: Path) -> None:
     path = model_with(tiny, tmp_path / "checkpoint", {"score.weight": ONE})
     save_file(heads.HEAD, path / "value_head.safetensors")

@@ -30,7 +30,9 @@ def logits(path: Path) -> torch.Tensor:
         return model.eval()(torch.arange(10)[None]).logits
 
 
-@pytest.mark.parametrize("layout", ["flat", "prefixed", "sharded", "pickled", "hard_linked", "linked"])
+@pytest.mark.parametrize(
+    "layout", ["flat", "prefixed", "sharded", "head_in_a_shard_of_its_own", "pickled", "hard_linked", "linked"]
+)
 def test_the_split_model_has_the_logits_of_the_model_before(layout: str, tiny: Path, tmp_path: Path) -> None:
     path = heads.LAYOUTS[layout](tiny, tmp_path / "checkpoint")
     fix_valuehead(path)
@@ -244,6 +246,21 @@ def test_names_that_only_resemble_a_head_stay(tiny: Path, tmp_path: Path) -> Non
     }
     save_file(load_file(tiny / "model.safetensors") | alike, path / "model.safetensors")
     assert not fix_valuehead(path).changed
+
+
+def test_shards_behind_an_emptied_one_are_numbered_anew_and_keep_their_bytes(tiny: Path, tmp_path: Path) -> None:
+    path = heads.head_in_a_shard_of_its_own(tiny, tmp_path / "checkpoint")
+    before = {shard.name: shard.stat().st_ino for shard in path.glob("model-*")}
+    plan = fix_valuehead(path, dry_run=True).details["plan"]
+    assert plan["model-00003-of-00003.safetensors"] == "rename model-00004-of-00004.safetensors"
+    report = fix_valuehead(path)
+    assert report.bytes_written < 4000
+    after = {shard.name: shard.stat().st_ino for shard in path.glob("model-*.safetensors")}
+    assert after == {
+        f"model-0000{new}-of-00003.safetensors": before[f"model-0000{old}-of-00004.safetensors"]
+        for new, old in ((1, 1), (2, 3), (3, 4))
+    }
+    assert torch.equal(logits(path), logits(tiny))
 
 
 def test_a_checkpoint_without_weights_is_refused(recorded: Recorded) -> None:
