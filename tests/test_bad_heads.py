@@ -14,6 +14,7 @@ from snapshots import state
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.report import Report
 from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.inspect import inspect
 from tools.postprocess.join_valuehead import join_valuehead
 
 Recorded = Callable[[str], Path]
@@ -205,3 +206,15 @@ def test_vh_09_of_two_candidates_one_is_chosen(tiny: Path, tmp_path: Path) -> No
     fix_valuehead(path, head="score")
     assert load_file(path / "value_head.safetensors").keys() == {"score.weight"}
     assert "value_head.weight" in load_file(path / "model.safetensors")
+
+
+def test_vh_13_a_classifier_that_has_a_head_keeps_it(tiny: Path, tmp_path: Path) -> None:
+    path = model_with(tiny, tmp_path / "checkpoint", {"score.weight": ONE})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    before = state(path)
+    report = fix_valuehead(path)
+    expected = "score.weight belongs to LlamaForSequenceClassification; nothing to do (--head score splits it out)"
+    assert (report.changed, report.summary) == (False, expected)
+    assert state(path) == before
+    assert "part of the model" in inspect(path).details["value head in the weights"]["score.weight"]
