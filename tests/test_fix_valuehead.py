@@ -213,19 +213,6 @@ def test_vh_09_heads_of_other_names(name: str, tiny: Path, tmp_path: Path) -> No
         assert torch.equal(logits(split), logits(tiny))
 
 
-def test_vh_13_a_classifier_that_has_a_head_keeps_it(tiny: Path, tmp_path: Path) -> None:
-    path = heads.flat(tiny, tmp_path / "checkpoint")
-    save_file(load_file(tiny / "model.safetensors") | {"score.weight": torch.ones(1, 32)}, path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
-    before = state(path)
-    report = fix_valuehead(path)
-    expected = "score.weight belongs to LlamaForSequenceClassification; nothing to do (--head score splits it out)"
-    assert (report.changed, report.summary) == (False, expected)
-    assert state(path) == before
-    assert "part of the model" in inspect(path).details["value head in the weights"]["score.weight"]
-
-
 def test_a_classifier_keeps_the_head_that_belongs_to_it(recorded: Recorded) -> None:
     path = recorded("hf-reward-model")
     before = state(path)
