@@ -1,9 +1,8 @@
 """Weights of a new checkpoint: one file, or shards and their index under the names that transformers gives them."""
 
-import math
 from collections.abc import Mapping
 
-from tools.checkpoint.change import Content, Source, Stored, TensorFile, json_file
+from tools.checkpoint.change import Content, Source, Stored, TensorFile, index_file
 from tools.checkpoint.layout import Weights
 
 _STEM = "model"
@@ -23,14 +22,9 @@ def rewritten(weights: Weights, tensors: Mapping[str, Source]) -> dict[str, Cont
     names = [f"{_STEM}-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     if len(groups) == 1:
         return gone | {f"{_STEM}.safetensors": TensorFile(groups[0], metadata)}
-    totals = {
-        "total_parameters": sum(math.prod(source.shape) for source in tensors.values()),
-        "total_size": sum(source.nbytes for source in tensors.values()),
-    }
-    weight_map = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-    index = {"metadata": totals, "weight_map": dict(sorted(weight_map.items()))}
-    files = {file: TensorFile(group, metadata) for file, group in zip(names, groups, strict=True)}
-    return gone | files | {f"{_STEM}.safetensors.index.json": json_file(index)}
+    shards = dict(zip(names, groups, strict=True))
+    files = {file: TensorFile(group, metadata) for file, group in shards.items()}
+    return gone | files | {f"{_STEM}.safetensors.index.json": index_file(shards)}
 
 
 def _groups(weights: Weights, tensors: Mapping[str, Source]) -> list[dict[str, Source]]:
