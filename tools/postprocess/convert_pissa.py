@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -275,11 +275,11 @@ def _doubled(name: str, now: Stored, then: Stored) -> Computed:
     rows, columns = now.shape
     is_a = match["factor"] == "A"
 
-    def data() -> bytes:
+    def data() -> Iterator[bytes]:
         import numpy as np
 
         parts = (_bits(now), _bits(then) if is_a else _negated(_bits(then), then.dtype))
-        return bytes(np.concatenate(parts, axis=0 if is_a else 1).tobytes())
+        yield np.concatenate(parts, axis=0 if is_a else 1).tobytes()
 
     shape = (2 * rows, columns) if is_a else (rows, 2 * columns)
     return Computed(now.dtype, shape, 2 * now.nbytes, data, (now,))
