@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Conv1D with DoRA": (
         "gpt2",
         {
-            "target_modules": ["c_attn", "c_proj", "wte"],
+            "target_modules": ["c_attn", "c_proj"],
             "fan_in_fan_out": True,
             "use_dora": True,
             "modules_to_save": [],

@@ -77,7 +77,7 @@ def _require_sum(adapter: Adapter, *, alone: bool) -> None:
 def _of_one(adapter: Adapter, base: Base) -> Parameters:
     weights = _tied_too(adapter, base)
     rename = _renaming(adapter, base, weights)
-    weights |= _grown(adapter, weights, rename)
+    weights |= _grown(adapter, base, weights, rename)
     heads, saved = {}, {}
     for name, source in adapter.saved.items():
         if name.startswith(_CLASSIFIER_HEADS) and name not in weights:
@@ -125,7 +125,7 @@ def _renaming(adapter: Adapter, base: Base, weights: Mapping[str, Stored]) -> Re
     return renaming(adapter.checkpoint.path, base.path, names, is_there, base.tensors)
 
 
-def _grown(adapter: Adapter, weights: Mapping[str, Stored], rename: Rename) -> dict[str, Stored]:
+def _grown(adapter: Adapter, base: Base, weights: Mapping[str, Stored], rename: Rename) -> dict[str, Stored]:
     """The adapter's copies of base tensors that have more rows than the base, since its vocabulary had grown.
 
     Raises CheckpointError for a copy with other values than the base: the adapter belongs to another one.
@@ -138,6 +138,8 @@ def _grown(adapter: Adapter, weights: Mapping[str, Stored], rename: Rename) -> d
             raise CheckpointError(adapter.checkpoint.path, problem, "is it the base that the adapter was trained on?")
         if copy.shape != held.shape:
             grown[rename(name)] = copy
+            if rename(name) not in base.tensors and base.embedding:  # tied, so it is that of the embedding too
+                grown.setdefault(base.embedding, copy)
         elif copy.dtype == held.dtype and not equal(copy, held):
             problem = f"{copy.name} is a copy of the base's {held.name}, and the base has other values there"
             raise CheckpointError(adapter.checkpoint.path, problem, "merge it into the base that it was trained on")

@@ -24,7 +24,7 @@ def output_matrix(base: Base, parameters: Parameters, adapters: Sequence[Adapter
         return None, None
     if _stay_one(embedding, head, parameters, adapters):
         return None, copy
-    return head, parameters.weights.get(head, base.tensors[embedding])
+    return head, parameters.weights.get(head, parameters.weights[embedding])
 
 
 def _copy(base: Base) -> Stored | None:

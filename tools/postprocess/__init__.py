@@ -9,12 +9,14 @@ from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.postprocess.forget import forget
 from tools.postprocess.history import history
 from tools.postprocess.inspect import inspect
+from tools.postprocess.merge_adapter import merge_adapter
 from tools.postprocess.undo import undo
 from tools.postprocess.verify import verify
 
 STEPS: tuple[Callable[..., Report], ...] = (
     fix_valuehead,
     convert_pissa,
+    merge_adapter,
     bundle_processor,
     inspect,
     verify,
