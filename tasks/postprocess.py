@@ -55,5 +55,6 @@ def _run_name() -> str:
 fix_valuehead = as_task(steps.fix_valuehead)
 convert_pissa = as_task(steps.convert_pissa)
 merge_adapter = as_task(steps.merge_adapter)
+extract_adapter = as_task(steps.extract_adapter)
 bundle_processor = as_task(steps.bundle_processor)
 verify = as_task(steps.verify)

@@ -50,13 +50,17 @@ def open_base(adapter: Checkpoint, named: Path | str | None) -> Base:
 
     Raises CheckpointError for a base that is not here, is an adapter itself, or is quantised.
     """
-    path = _locate(adapter, named)
-    checkpoint = Checkpoint.open(path)
+    return as_base(Checkpoint.open(_locate(adapter, named)))
+
+
+def as_base(checkpoint: Checkpoint) -> Base:
+    """The model of a directory; raises CheckpointError when it holds no whole, unquantised one."""
+    path = checkpoint.path
     if checkpoint.adapter_config is not None:
-        raise CheckpointError(path, "an adapter, not a base model", "name the model that it was trained on")
+        raise CheckpointError(path, "an adapter, not a whole model", "name the model that it was trained on")
     if checkpoint.model is None or checkpoint.config is None:
         missing = "config.json" if checkpoint.model else "weights"
-        raise CheckpointError(path, f"holds no {missing}", "name a whole model with --base")
+        raise CheckpointError(path, f"holds no {missing}", "name a whole model")
     _refuse_quantised(checkpoint)
     refuse_ungathered(checkpoint)
     return Base(checkpoint, checkpoint.model, checkpoint.config, stored(checkpoint.model))

@@ -4,12 +4,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tools.checkpoint.adapters import LoraModule
 from tools.checkpoint.change import Stored
 from tools.checkpoint.errors import CheckpointError
 from tools.merging.adapter import Adapter
-from tools.merging.base import Base
+from tools.merging.base import Base, is_head
 from tools.merging.low_rank import LowRank
 from tools.merging.matching import Rename, expert_parts, parameters_of
 
@@ -46,12 +47,16 @@ def _owner(module: LoraModule) -> str:
 
 def _change(adapter: Adapter, module: LoraModule, weight: Stored, base: Base) -> LowRank:
     change = LowRank(module.A, module.B, adapter.weight * module.scaling, magnitude=module.magnitude)
-    when_square = base.config.get("model_type") in _TRANSPOSED
-    if module.kind == "embedding" or _is_transposed(change.shape, weight.shape, when_square):
+    if module.kind == "embedding" or _is_transposed(change.shape, weight.shape, stores_transposed(base.config, weight)):
         change = replace(change, transposed=True)
     if not _fits(change, weight):
         raise _misfit(adapter, module, change, weight)
     return change
+
+
+def stores_transposed(config: Mapping[str, Any], weight: Stored) -> bool:
+    """Whether a linear layer of this family keeps its weight as [in, out]; all do but the output matrix."""
+    return config.get("model_type") in _TRANSPOSED and not is_head(weight.name)
 
 
 def _is_transposed(shape: tuple[int, int], stored: Sequence[int], when_square: bool) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from tools.checkpoint.report import Report
 from tools.postprocess.bundle_processor import bundle_processor
 from tools.postprocess.convert_pissa import convert_pissa
+from tools.postprocess.extract_adapter import extract_adapter
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.postprocess.forget import forget
 from tools.postprocess.history import history
@@ -17,6 +18,7 @@ STEPS: tuple[Callable[..., Report], ...] = (
     fix_valuehead,
     convert_pissa,
     merge_adapter,
+    extract_adapter,
     bundle_processor,
     inspect,
     verify,
