@@ -1,6 +1,5 @@
 """Every initialisation with every option of LoRA: trained, converted, and the same model on the original base."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,7 @@ import adapters
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig
-from transformers import MixtralForCausalLM
 
-from tools.checkpoint.errors import CheckpointError
 from tools.postprocess.convert_pissa import convert_pissa
 
 PATTERNS = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 5, "layers.1.self_attn.q_proj": 3}}

@@ -1,7 +1,8 @@
 """What the factors of an initialisation must satisfy, in themselves and with the base they were taken from.
 
 PiSSA (arXiv:2404.02948, PEFT 0.21 `pissa_init`): B0 = U sqrt(S/s), A0 = sqrt(S/s) V^T, so B0^T B0 = A0 A0^T = S/s.
-OLoRA (arXiv:2406.01775): B0 = Q_r, A0 = R_r, so B0^T B0 = 1. In both s B0 A0 is the base projected on B0 or on A0.
+OLoRA (arXiv:2406.01775): B0 = Q_r, A0 = R_r, so B0^T B0 = 1. The base projected on B0, or on A0, is s B0 A0 for PiSSA
+and CorDA (arXiv:2406.05223), and B0 A0 for OLoRA, which does not divide by s what it then takes out s times.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,7 +40,7 @@ def refuse_other_base(kind: str, modules: Iterable[LoraModule], weight: Callable
     if not linear or not kind.startswith(("pissa", "olora", "corda")):
         return
     module = min(linear, key=lambda each: each.A.nbytes + each.B.nbytes)
-    off = _distance(module, weight(module))
+    off = _distance(module, 1.0 if kind == "olora" else module.scaling, weight(module))
     if off > _tolerance(module):
         raise CheckpointError(
             module.A.file.path.parent,
@@ -60,15 +61,15 @@ def _imbalance(kind: str, a: "Matrix", b: "Matrix") -> float:
     return float(np.linalg.norm(b.T @ b - wanted) / (np.linalg.norm(wanted) or 1))
 
 
-def _distance(module: LoraModule, weight: "Matrix") -> float:
-    """How far s B0 A0 is from W projected on the columns of B0, or on the rows of A0, whichever is nearer.
+def _distance(module: LoraModule, scale: float, weight: "Matrix") -> float:
+    """How far `scale` B0 A0 is from W projected on the columns of B0, or on the rows of A0, whichever is nearer.
 
     A decomposition by random projection has one of the two exactly, by the shape of W (torch 2.13, `svd_lowrank`).
     """
     import numpy as np
 
     a, b = numbers(module.A), numbers(module.B)
-    left, right = module.scaling * (b.T @ b) @ a, module.scaling * b @ (a @ a.T)
+    left, right = scale * (b.T @ b) @ a, scale * b @ (a @ a.T)
     if weight.shape != (len(b), a.shape[1]):
         return float("inf")
     sides = ((b.T @ weight, left), (weight @ a.T, right))
