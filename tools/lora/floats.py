@@ -34,7 +34,8 @@ def bits(source: Source) -> "NDArray[Any]":
 
 def negated(values: "NDArray[Any]", dtype: str) -> "NDArray[Any]":
     """Bits of numbers with their sign turned."""
-    return values ^ values.dtype.type(SIGN_BIT[dtype])
+    turned: NDArray[Any] = values ^ values.dtype.type(SIGN_BIT[dtype])
+    return turned
 
 
 def numbers(source: Source) -> "NDArray[Any]":
