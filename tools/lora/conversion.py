@@ -21,7 +21,6 @@ from tools.checkpoint.layout import ADAPTER_FILES, Checkpoint
 from tools.lora import settings
 from tools.lora.floats import numbers, require_floats, rounded
 from tools.lora.origin import MARK, Given, Modules, Origin, origin_of
-from tools.lora.original import vocabulary_of
 from tools.lora.recovering import Recovered
 from tools.lora.serving import rank_option
 from tools.lora.shrinking import Loss, Product, folded, overall, product_of, shrunk
@@ -89,13 +88,18 @@ def _converted(trained: Checkpoint, modules: Modules, origin: Origin, shape: Sha
         for taken in [origin.factors[name]]
     }
     new = settings.doubled(config) | {"base_model_name_or_path": origin.base}
-    doubled_rank, doubled_alpha = new["r"], new["lora_alpha"]
+    stacked = new
     products, new, losses = _in_shape(trained, products, new, shape)
     restored, dropped = _base_layers(trained, modules, origin)
     details = {
         "base": origin.base,
-        "rank": f"{config['r']} -> {doubled_rank}, for [A; A0] and [B, -B0]",
-        "lora_alpha": f"{config['lora_alpha']} -> {doubled_alpha}, so that the scale stays",
+        "rank": f"{config['r']} -> {stacked['r']}, for [A; A0] and [B, -B0]" + (f"; then {new['r']}" if losses else ""),
+        "lora_alpha": f"{config['lora_alpha']} -> {new['lora_alpha']}, "
+        + (
+            "so that the scale stays"
+            if new["lora_alpha"] == stacked["lora_alpha"]
+            else "for a scale of 1, the rest is in B"
+        ),
         "modules": len(modules),
         **origin.details,
         **({"restored": sorted(restored)} if restored else {}),
@@ -155,7 +159,7 @@ def _base_layers(trained: Checkpoint, modules: Modules, origin: Origin) -> tuple
         module = modules.get(name.removeprefix(PREFIX).removesuffix(".base_layer.weight"))
         if module is None or not name.endswith(".base_layer.weight"):
             continue
-        if vocabulary_of(origin.opened.config if origin.opened else None) == source.shape[0]:
+        if origin.vocabulary == source.shape[0]:
             dropped.add(name)
         else:
             restored[name] = _restored(source, module.scaling, origin.factors[module.name], module.kind == "embedding")

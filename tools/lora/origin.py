@@ -9,7 +9,7 @@ from tools.checkpoint.adapters import LoraModule, changes_base
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.lora.initial import find_initial, open_initial, pairs_of, refuse_other_run, refuse_overwritten
-from tools.lora.original import open_base, original_base, refuse_base, require_base
+from tools.lora.original import base_config, open_base, original_base, refuse_base, require_base, vocabulary_of
 from tools.lora.proof import refuse_other_base, refuse_trained_factors
 from tools.lora.recovering import Recovered, from_residual, linear_weight, recomputed, why_not_recomputed
 from tools.lora.stacking import Initial, is_stacked
@@ -32,11 +32,11 @@ class Given:
 
 @dataclass(frozen=True)
 class Origin:
-    """The factors that were taken out of the base, by module. `base` names the original, `opened` is it when here."""
+    """The factors that were taken out of the base, by module; its name, and its vocabulary if it is here to tell."""
 
     factors: Mapping[str, Initial]
     base: str
-    opened: Checkpoint | None
+    vocabulary: int | None
     details: Mapping[str, Any]
 
 
@@ -70,21 +70,21 @@ def _from_adapter(trained: Checkpoint, modules: Modules, folder: Path, named: st
     refuse_overwritten(trained, initial)
     kind, then = str(_kind(trained)), [then for _, then in pairs.values()]
     refuse_trained_factors(kind, then)
-    name, base = _original(trained, modules, initial.path, named)
-    if named and base is not None and base.model is not None:
+    name, vocabulary = _original(trained, modules, initial.path, named)
+    if named and (base := open_base(named)) is not None:
         transposed = _is_transposed(trained)
         refuse_other_base(kind, then, lambda module: linear_weight(base, module, transposed))
-    return Origin(factors, name, base, {})
+    return Origin(factors, name, vocabulary, {})
 
 
 def _from_residual(trained: Checkpoint, modules: Modules, given: Given, recover: Recover) -> Origin:
     assert given.residual is not None
     if given.base is None:
         raise CheckpointError(given.residual, "what was taken out is W - W_res, and W is not given", "add --base")
-    name, _ = _original(trained, modules, None, given.base)
+    name, vocabulary = _original(trained, modules, None, given.base)
     base, residual = require_base(given.base), require_base(str(given.residual))
     found = recover(lambda each: from_residual(each, base, residual, _is_transposed(trained)), modules)
-    return Origin(found.factors, name, base, found.details)
+    return Origin(found.factors, name, vocabulary, found.details)
 
 
 def _from_base(trained: Checkpoint, modules: Modules, named: str | None, recover: Recover) -> Origin:
@@ -96,20 +96,17 @@ def _from_base(trained: Checkpoint, modules: Modules, named: str | None, recover
     if named is None:
         remedy = "name it with --init, or the original base with --base, from which it can be decomposed again"
         raise CheckpointError(trained.path, problem, remedy)
-    name, _ = _original(trained, modules, None, named)
+    name, vocabulary = _original(trained, modules, None, named)
     base = require_base(named)
     found = recover(lambda each: recomputed(kind, each, base, _is_transposed(trained)), modules)
-    return Origin(found.factors, name, base, found.details)
+    return Origin(found.factors, name, vocabulary, found.details)
 
 
-def _original(
-    trained: Checkpoint, modules: Modules, initial: Path | None, named: str | None
-) -> tuple[str, Checkpoint | None]:
+def _original(trained: Checkpoint, modules: Modules, initial: Path | None, named: str | None) -> tuple[str, int | None]:
     name = original_base(trained, initial, named)
-    base = open_base(name)
-    if base is not None:
-        refuse_base(trained, modules.values(), base)
-    return name, base
+    config = base_config(name)
+    refuse_base(trained, modules.values(), name, config)
+    return name, vocabulary_of(config)
 
 
 def _kind(trained: Checkpoint) -> Any:
