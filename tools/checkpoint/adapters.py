@@ -135,7 +135,7 @@ def _module(config: Mapping[str, Any], name: str, parts: Mapping[str, Stored]) -
         raise CheckpointError(path.with_name("adapter_config.json"), problem)
     [(r, alpha)] = settings
     if r < 1:
-        raise CheckpointError(path.with_name("adapter_config.json"), f"{name} has rank {r}")
+        raise CheckpointError(path.with_name("adapter_config.json"), f"{name} has rank {r} by r and rank_pattern")
     kind = "parameter" if keys else "conv" if len(a.shape) > 2 else "linear"
     kind = "embedding" if a.name.endswith("embedding_A") else kind
     scaling = alpha / (math.sqrt(r) if config.get("use_rslora") else r)

@@ -7,6 +7,7 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.heads import architectures_of, find_heads
 from tools.checkpoint.layout import Checkpoint, Weights, checkpoints_in
 from tools.checkpoint.report import Report, size_text
+from tools.lora.serving import serving_limits
 from tools.postprocess.options import CheckpointDir
 
 
@@ -26,6 +27,7 @@ def inspect(checkpoint: CheckpointDir) -> Report:
             details[f"{name} weights"] = _weights(weights)
     if opened.adapter_config is not None:
         details["adapter_config.json"] = _adapter(opened.adapter_config)
+        details["serving"] = serving_limits(opened.adapter_config) or "as an adapter, nothing in the way"
     elif opened.config is not None:
         details["config.json"] = _config(opened.config)
     if opened.model and (heads := _heads(opened)):
