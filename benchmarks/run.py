@@ -9,6 +9,7 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
 import actor_critic
+import merge
 import pissa
 import value_head
 from measure import PAIRS, compare, peak_bytes, table
@@ -25,6 +26,8 @@ BENCHMARKS = (
     actor_critic.split,
     actor_critic.split_4_gb,
     pissa.convert,
+    merge.against_copy,
+    merge.against_peft,
 )
 
 

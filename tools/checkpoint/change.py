@@ -45,16 +45,16 @@ class Stored:
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that `data` computes from stored ones when it is written: little-endian bytes, C order."""
+    """A tensor that `blocks` computes from stored ones when it is written: little-endian bytes, C order, in pieces."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    data: Callable[[], bytes]
+    blocks: Callable[[], Iterable[bytes]]
     sources: tuple[Stored, ...]
 
     def read(self) -> bytes:
-        return self.data()
+        return b"".join(self.blocks())
 
 
 Source = Stored | Computed

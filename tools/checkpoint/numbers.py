@@ -21,4 +21,4 @@ def number_of(source: Stored) -> float:
 def constant(dtype: str, value: float) -> Computed:
     """A tensor of shape [1]: back from what `number_of` said, to the bit."""
     data = struct.pack("<f", value)[2:] if dtype == "BF16" else struct.pack(_FORMATS[dtype], value)
-    return Computed(dtype, (1,), len(data), lambda: data, ())
+    return Computed(dtype, (1,), len(data), lambda: (data,), ())

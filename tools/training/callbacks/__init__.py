@@ -6,15 +6,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tools.training.callbacks.initial_adapter import InitialAdapterCallback
     from tools.training.callbacks.log import LogCallback
+    from tools.training.callbacks.pissa_convert import PissaConvertCallback
     from tools.training.callbacks.reporter import ReporterCallback
     from tools.training.callbacks.stop import StopCallback
     from tools.training.callbacks.trained_logits import TrainedLogitsCallback
 
-__all__ = ["InitialAdapterCallback", "LogCallback", "ReporterCallback", "StopCallback", "TrainedLogitsCallback"]
+__all__ = [
+    "InitialAdapterCallback",
+    "LogCallback",
+    "PissaConvertCallback",
+    "ReporterCallback",
+    "StopCallback",
+    "TrainedLogitsCallback",
+]
 
 _MODULES = {
     "InitialAdapterCallback": "initial_adapter",
     "LogCallback": "log",
+    "PissaConvertCallback": "pissa_convert",
     "ReporterCallback": "reporter",
     "StopCallback": "stop",
     "TrainedLogitsCallback": "trained_logits",
