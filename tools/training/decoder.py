@@ -11,7 +11,7 @@ from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.wrappers import bare_names, inner_wrappers, wrapper_of
 from tools.hub import local_copy
 from tools.logits import load_model, quiet
-from tools.training.stored_head import StoredHead
+from tools.training.stored_head import StoredHead, stored_heads
 
 AS_STORED: Mapping[str, Any] = {"dtype": "auto", "local_files_only": True}
 
@@ -124,23 +124,31 @@ def _load_adapter(checkpoint: Checkpoint, heads: frozenset[str], base: Path | No
     if checkpoint.adapter is None:
         _refuse_gathered_adapter(checkpoint)
         raise CheckpointError(checkpoint.path, "the tensors of its adapter are not here", "was the save cut short?")
-    inside = heads & checkpoint.adapter.tensors.keys()
-    if not inside:
-        return load_model(checkpoint.path, base)
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
-    named = base or adapter.get("base_model_name_or_path")
-    path = local_copy(named) if named else None
-    if path is None:
-        raise CheckpointError(checkpoint.path, f"its base, {named}, is not on this machine", "name it as base")
-    model = load_model(path)
+    model = _load_base(checkpoint, base or adapter.get("base_model_name_or_path"))
     config = PeftConfig.from_pretrained(checkpoint.path)
-    config.task_type = "CAUSAL_LM"
+    config.task_type, config.init_lora_weights = "CAUSAL_LM", True
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     config.modules_to_save = [module for module in config.modules_to_save or () if module in own] or None
     with quiet():
         model = PeftModel.from_pretrained(model, checkpoint.path, config=config)
-    expected, found = set(get_peft_model_state_dict(model)), checkpoint.adapter.tensors.keys() - inside
+    expected, found = set(get_peft_model_state_dict(model)), checkpoint.adapter.tensors.keys() - heads
     if odd := sorted(expected ^ found):
         raise CheckpointError(checkpoint.path, f"{len(odd)} tensors do not fit its configuration: {', '.join(odd[:3])}")
+    return model
+
+
+def _load_base(checkpoint: Checkpoint, named: Path | str | None) -> Any:
+    """The base of an adapter, which may have a value head of its own that the adapter's takes the place of."""
+    path = local_copy(named) if named else None
+    if path is None:
+        raise CheckpointError(checkpoint.path, f"its base, {named}, is not on this machine", "name it as base")
+    heads = stored_heads(opened := Checkpoint.open(path))
+    if not heads or opened.kind != "model":
+        return load_model(path)
+    model = load_decoder(opened, heads, None)
+    if model.get_output_embeddings() is None:
+        problem = f"its base, {path}, has no lm_head"
+        raise CheckpointError(checkpoint.path, problem, "name the causal LM that it was made from as base")
     return model
