@@ -14,6 +14,7 @@ from snapshots import state
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.report import Report
 from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.inspect import inspect
 from tools.postprocess.join_valuehead import join_valuehead
 
 Recorded = Callable[[str], Path]
@@ -173,6 +174,26 @@ def test_a_name_of_the_model_that_the_head_would_take(tiny: Path, tmp_path: Path
     refused(join_valuehead, path, r"score.weight is there already, and is no value head")
 
 
+def test_a_name_in_another_shard_that_the_head_would_take(tiny: Path, tmp_path: Path) -> None:
+    path = heads.sharded(tiny, tmp_path / "checkpoint")
+    fix_valuehead(path)
+    first, index = path / "model-00001-of-00003.safetensors", path / "model.safetensors.index.json"
+    save_file(load_file(first) | {"v_head.summary.weight": TWO}, first)
+    changed = json.loads(index.read_text())
+    changed["weight_map"]["v_head.summary.weight"] = first.name
+    index.write_text(json.dumps(changed))
+    refused(join_valuehead, path, r"00001-of-00003.*v_head.summary.weight is there already, and is no value head")
+
+
+def test_a_classifier_with_another_head_in_a_file(recorded: Recorded) -> None:
+    path = recorded("hf-reward-model")
+    own = load_file(path / "model.safetensors")["score.weight"]
+    save_file({"score.weight": own + 1}, path / "value_head.safetensors")
+    refused(join_valuehead, path, r"score.weight in the weights differ from what value_head.safetensors holds")
+    save_file({"score.weight": own}, path / "value_head.safetensors")
+    assert join_valuehead(path).removed == ("value_head.safetensors",)
+
+
 def test_another_head_in_the_weights(tiny: Path, tmp_path: Path) -> None:
     path = model_with(tiny, tmp_path / "checkpoint", {"score.weight": ONE})
     save_file(heads.HEAD, path / "value_head.safetensors")
@@ -185,3 +206,15 @@ def test_vh_09_of_two_candidates_one_is_chosen(tiny: Path, tmp_path: Path) -> No
     fix_valuehead(path, head="score")
     assert load_file(path / "value_head.safetensors").keys() == {"score.weight"}
     assert "value_head.weight" in load_file(path / "model.safetensors")
+
+
+def test_vh_13_a_classifier_that_has_a_head_keeps_it(tiny: Path, tmp_path: Path) -> None:
+    path = model_with(tiny, tmp_path / "checkpoint", {"score.weight": ONE})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    before = state(path)
+    report = fix_valuehead(path)
+    expected = "score.weight belongs to LlamaForSequenceClassification; nothing to do (--head score splits it out)"
+    assert (report.changed, report.summary) == (False, expected)
+    assert state(path) == before
+    assert "part of the model" in inspect(path).details["value head in the weights"]["score.weight"]

@@ -30,7 +30,9 @@ def logits(path: Path) -> torch.Tensor:
         return model.eval()(torch.arange(10)[None]).logits
 
 
-@pytest.mark.parametrize("layout", ["flat", "prefixed", "sharded", "pickled", "hard_linked", "linked"])
+@pytest.mark.parametrize(
+    "layout", ["flat", "prefixed", "sharded", "head_in_a_shard_of_its_own", "pickled", "hard_linked", "linked"]
+)
 def test_the_split_model_has_the_logits_of_the_model_before(layout: str, tiny: Path, tmp_path: Path) -> None:
     path = heads.LAYOUTS[layout](tiny, tmp_path / "checkpoint")
     fix_valuehead(path)
@@ -211,19 +213,6 @@ def test_vh_09_heads_of_other_names(name: str, tiny: Path, tmp_path: Path) -> No
         assert torch.equal(logits(split), logits(tiny))
 
 
-def test_vh_13_a_classifier_that_has_a_head_keeps_it(tiny: Path, tmp_path: Path) -> None:
-    path = heads.flat(tiny, tmp_path / "checkpoint")
-    save_file(load_file(tiny / "model.safetensors") | {"score.weight": torch.ones(1, 32)}, path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
-    before = state(path)
-    report = fix_valuehead(path)
-    expected = "score.weight belongs to LlamaForSequenceClassification; nothing to do (--head score splits it out)"
-    assert (report.changed, report.summary) == (False, expected)
-    assert state(path) == before
-    assert "part of the model" in inspect(path).details["value head in the weights"]["score.weight"]
-
-
 def test_a_classifier_keeps_the_head_that_belongs_to_it(recorded: Recorded) -> None:
     path = recorded("hf-reward-model")
     before = state(path)
@@ -244,6 +233,21 @@ def test_names_that_only_resemble_a_head_stay(tiny: Path, tmp_path: Path) -> Non
     }
     save_file(load_file(tiny / "model.safetensors") | alike, path / "model.safetensors")
     assert not fix_valuehead(path).changed
+
+
+def test_shards_behind_an_emptied_one_are_numbered_anew_and_keep_their_bytes(tiny: Path, tmp_path: Path) -> None:
+    path = heads.head_in_a_shard_of_its_own(tiny, tmp_path / "checkpoint")
+    before = {shard.name: shard.stat().st_ino for shard in path.glob("model-*")}
+    plan = fix_valuehead(path, dry_run=True).details["plan"]
+    assert plan["model-00003-of-00003.safetensors"] == "rename model-00004-of-00004.safetensors"
+    report = fix_valuehead(path)
+    assert report.bytes_written < 4000
+    after = {shard.name: shard.stat().st_ino for shard in path.glob("model-*.safetensors")}
+    assert after == {
+        f"model-0000{new}-of-00003.safetensors": before[f"model-0000{old}-of-00004.safetensors"]
+        for new, old in ((1, 1), (2, 3), (3, 4))
+    }
+    assert torch.equal(logits(path), logits(tiny))
 
 
 def test_a_checkpoint_without_weights_is_refused(recorded: Recorded) -> None:

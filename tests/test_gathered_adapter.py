@@ -81,6 +81,23 @@ def test_the_adapter_is_the_one_that_peft_saves(option: str, tiny: Path, tmp_pat
     assert "nothing to do" in fix_valuehead(path).summary
 
 
+def test_what_deepspeed_gathered_is_what_peft_loads(recorded: Callable[[str], Path], tiny: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    path = recorded("zero3-valuehead-lora")
+    live = load_file(path / "model.safetensors")
+    wrapper, inside = "pretrained_model.", "pretrained_model.base_model.model."
+    report = fix_valuehead(path)
+    assert "8 tensors of the LoRA adapter under the names of PEFT; 21 tensors of its base left out" in report.summary
+    base = {n.removeprefix(inside).replace(".base_layer", ""): t for n, t in live.items() if n.startswith(inside)}
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(tiny))
+    model.load_state_dict({name: tensor for name, tensor in base.items() if ".lora_" not in name})
+    loaded = PeftModel.from_pretrained(model, path).state_dict()
+    assert {wrapper + name for name in loaded} | heads.HEAD.keys() == live.keys()
+    assert all(torch.equal(tensor, live[wrapper + name]) for name, tensor in loaded.items())
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @pytest.mark.parametrize("wrapper", ["", "module.pretrained_model.", "_fsdp_wrapped_module.pretrained_model."])
 def test_whatever_the_wrapper_and_the_file(wrapper: str, suffix: str, tiny: Path, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_split_and_join_are_inverse(model: dict[str, Any], copy: bool) -> None:
             for file in weights.files
             if not model["own"] & file.tensors.keys() and not wrapper
         }
-        inodes = {name: (path / name).stat().st_ino for name in untouched}
+        kept = {((path / name).stat().st_ino, before[name]) for name in untouched}
 
         fix_valuehead(path, copy=copy)
         split, files = tensors(path), contents(path)
@@ -104,8 +104,7 @@ def test_split_and_join_are_inverse(model: dict[str, Any], copy: bool) -> None:
         head = Checkpoint.open(path).head
         assert head
         assert head.tensors.keys() == model["own"]
-        for name in untouched:
-            assert (files[name], (path / name).stat().st_ino) == (before[name], inodes[name])
+        assert kept <= {((path / name).stat().st_ino, digest) for name, digest in files.items()}
         check_files(path)
         assert not fix_valuehead(path).changed
 

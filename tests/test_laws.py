@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import adapters
-import frameworks
 import heads
 import pytest
 from snapshots import contents, state
@@ -32,21 +31,7 @@ def _valuehead(layout: str) -> Callable[[Path, Path], Case]:
 
 
 def _joined(layout: str) -> Callable[[Path, Path], Case]:
-    def build(tiny: Path, folder: Path) -> Case:
-        checkpoint = heads.LAYOUTS[layout](tiny, folder / "split")
-        fix_valuehead(checkpoint, output=folder / "checkpoint")
-        shutil.rmtree(folder / "checkpoint" / ".burnish")
-        return folder / "checkpoint", join_valuehead
-
-    return build
-
-
-def _frameworks(name: str) -> Callable[[Path, Path], Case]:
-    def build(tiny: Path, folder: Path) -> Case:
-        frameworks.FRAMEWORKS[name].build(tiny, folder / "checkpoint")
-        return folder / "checkpoint", fix_valuehead
-
-    return build
+    return lambda tiny, folder: (heads.split(layout, tiny, folder / "checkpoint"), join_valuehead)
 
 
 def _pissa(tiny: Path, folder: Path) -> Case:
@@ -67,7 +52,6 @@ def _bundle(tiny: Path, folder: Path) -> Case:
 
 CASES = {
     **{f"fix-valuehead-{layout}": _valuehead(layout) for layout in heads.LAYOUTS},
-    "fix-valuehead-trlx-pickled": _frameworks("trlx-hydra"),
     **{f"join-valuehead-{layout}": _joined(layout) for layout in ("flat", "at_start", "sharded", "pickled")},
     "convert-pissa": _pissa,
     "bundle-processor": _bundle,

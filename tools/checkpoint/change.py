@@ -1,6 +1,7 @@
 """Change: the files a step wants, as values. Nothing here touches the disk."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +88,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class FileCopy:
-    """A byte-for-byte copy of another file."""
+    """A byte-for-byte copy of another file; in place it is a new name for one of the checkpoint's own that goes."""
 
     source: Path
 
@@ -115,9 +116,11 @@ class Change:
     def check(self, checkpoint: Checkpoint) -> None:
         """Assert that no tensor of the touched files is lost and no name is written twice in one set of weights."""
         kept = {(s.file.path, s.name) for s in self._sources()}
+        copied = {content.source for content in self.files.values() if isinstance(content, FileCopy)}
         for weights in checkpoint.weights:
             for file, name, _ in weights.items():
-                if file.name in self.files and (file.path, name) not in kept and name not in self.dropped:
+                is_kept = file.name not in self.files or file.path in copied or (file.path, name) in kept
+                if not is_kept and name not in self.dropped:
                     raise AssertionError(f"{file.path}: {name} would be lost")
 
     def inputs(self) -> set[Path]:
@@ -155,27 +158,38 @@ def refuse_ungathered(checkpoint: Checkpoint) -> None:
 
 
 def renamed(
-    weights: Weights, names: Mapping[str, str | None], file_names: Mapping[str, str] | None = None
+    weights: Weights, names: Mapping[str, str | None], file_name: Callable[[str], str] = str
 ) -> dict[str, Content | None]:
     """The files and the index of `weights` after tensors got new names or (None) left; untouched shards stay out.
 
-    A shard that loses its last tensor goes. `total_size` and `total_parameters` of the index follow. `file_names` gives
-    files and index other names.
+    A shard that loses its last tensor goes, and the others are numbered anew. `total_size` and `total_parameters` of
+    the index follow. `file_name` gives files and index other names.
     """
     files: dict[str, Content | None] = {}
     weight_map: dict[str, str] = {}
-    moved = file_names or {}
+    numbered = _numbered(weights, names)
     for file in weights.files:
         new = {n: Stored(file, old) for old in file.tensors if (n := names.get(old, old)) is not None}
-        target = moved.get(file.name, file.name)
+        target = file_name(numbered.get(file.name, file.name))
         weight_map |= dict.fromkeys(new, target)
-        if target != file.name or list(new) != list(file.tensors):
-            files |= {file.name: None, **({target: TensorFile(new, file.metadata)} if new else {})}
+        is_touched = list(new) != list(file.tensors)
+        if target != file.name or is_touched:
+            is_same = not is_touched and Path(target).suffix == file.path.suffix
+            content = FileCopy(file.path) if is_same else TensorFile(new, file.metadata)
+            files |= {file.name: None, **({target: content} if new else {})}
     if files and weights.index is not None:
         gone = [tensor for old, tensor in weights.tensors.items() if names.get(old, old) is None]
-        target = moved.get(weights.index_name, weights.index_name)
+        target = file_name(weights.index_name)
         files |= {weights.index_name: None, **({target: _index(weights.index, weight_map, gone)} if weight_map else {})}
     return files
+
+
+def _numbered(weights: Weights, names: Mapping[str, str | None]) -> dict[str, str]:
+    """New names for the shards `NAME-00001-of-00004.safetensors` that are left, once one of them is empty."""
+    left = [file.name for file in weights.files if any(names.get(n, n) is not None for n in file.tensors)]
+    if len(left) == len(weights.files):
+        return {}
+    return {n: re.sub(r"-\d+-of-\d+", f"-{i:05}-of-{len(left):05}", n) for i, n in enumerate(left, start=1)}
 
 
 def _index(index: Mapping[str, Any], weight_map: Mapping[str, str], gone: list[Tensor]) -> TextFile:

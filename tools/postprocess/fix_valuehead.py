@@ -83,7 +83,7 @@ def _plan(source: Checkpoint, wanted: str | None, safetensors: bool, config_from
     if adapter:
         files |= adapter_files(source, adapter, suffix)
     elif head or any(name != inner for name, inner in decoder.items()):
-        files |= renamed(model, decoder | dict.fromkeys(own), _other_names(model, suffix))
+        files |= renamed(model, decoder | dict.fromkeys(own), str if model.name.endswith(suffix) else _as_safetensors)
     if head:
         files |= _head_file(source, model, own, suffix)
     config = missing_config(source, config_from) if decoder and not adapter else {}
@@ -114,12 +114,9 @@ def _decoder(source: Checkpoint, model: Weights, own: Mapping[str, str]) -> tupl
     return wrapper_of(source.path / model.name, bare, own), bare
 
 
-def _other_names(model: Weights, suffix: str) -> dict[str, str] | None:
-    """The names that transformers gives to the same files in safetensors: `model-00001-of-00002.safetensors`."""
-    if model.name.endswith(suffix):
-        return None
-    names = [*(file.name for file in model.files), model.index_name]
-    return {n: n.replace("pytorch_model", "model", 1).replace(".bin", ".safetensors", 1) for n in names}
+def _as_safetensors(name: str) -> str:
+    """The name that transformers gives to the same file in safetensors: `model-00001-of-00002.safetensors`."""
+    return name.replace("pytorch_model", "model", 1).replace(".bin", ".safetensors", 1)
 
 
 def _head_file(source: Checkpoint, model: Weights, own: Mapping[str, str], suffix: str) -> dict[str, Content | None]:

@@ -68,8 +68,8 @@ def _plan(source: Checkpoint, wrapper: str) -> Change:
     refuse_ungathered(source)
     refuse_contradictions(source)
     model = source.model
-    inside = choose_head(source.path, model.tensors, source.config) if model else None
     head = _head_in_file(source)
+    inside = _head_inside(source, head.label if head else None)
     if head is None and inside is None:
         return Change("no value head here; nothing to do")
     if model is None and wrapper:
@@ -102,6 +102,14 @@ def _head_in_file(source: Checkpoint) -> Head | None:
         names = ", ".join(odd or known)
         raise CheckpointError(source.path / source.head.name, f"{names}: not one value head of a known framework")
     return heads[0]
+
+
+def _head_inside(source: Checkpoint, label: str | None) -> Head | None:
+    """The head in the weights, be it part of the model where it is called as that of the file."""
+    if source.model is None:
+        return None
+    same = [head for head in find_heads(source.model.tensors, source.config) if head.label == label]
+    return choose_head(source.path, source.model.tensors, source.config, label if same else None)
 
 
 def _wrapped(source: Checkpoint, model: Weights, inside: Head | None, wrapper: str) -> dict[str, str]:
@@ -137,8 +145,9 @@ def _with_head(
     """The last shard with the head in it, and the index that says so."""
     shards = {file.name: _tensors(file, files.get(file.name)) for file in model.files}
     last = model.files[-1]
-    if twice := head.keys() & shards[last.name].keys():
-        raise CheckpointError(last.path, f"{', '.join(sorted(twice))} is there already, and is no value head")
+    for file in model.files:
+        if twice := head.keys() & shards[file.name].keys():
+            raise CheckpointError(file.path, f"{', '.join(sorted(twice))} is there already, and is no value head")
     shards[last.name] = _placed(shards[last.name], head)
     changed: dict[str, Content | None] = {last.name: TensorFile(shards[last.name], last.metadata)}
     if model.index is not None:
