@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.head_layouts import LAYOUTS
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.wrappers import bare_names
 from tools.postprocess.fix_valuehead import fix_valuehead
@@ -217,3 +218,11 @@ def test_padding_on_the_left_does_not_move_learned_positions(tmp_path: Path) -> 
     decoder = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=H, n_layer=2, n_head=4, n_positions=32))
     decoder.save_pretrained(tmp_path, state_dict={**decoder.state_dict(), **heads.HEAD})
     torch.testing.assert_close(scores(tmp_path, LEFT), scores(tmp_path, RIGHT), rtol=0, atol=1e-6)
+
+
+def test_the_page_on_value_heads_has_every_layout_of_the_catalogue() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "value-heads.md").read_text()
+    for layout in LAYOUTS:
+        for framework in layout.frameworks.split(", "):
+            assert framework in page
+        assert layout.label in page
