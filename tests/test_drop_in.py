@@ -1,14 +1,17 @@
 """Callbacks for people with a Trainer of their own: what a plain one leaves on disk."""
 
+import contextlib
 import json
 import resource
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import heads
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from plain_trainer import HEAD_NAMES, Flat, Wrapper, adapted, decoder, trainer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from tools.checkpoint.errors import CheckpointError
 from tools.training.callbacks import FixValueHeadModelCallback, fix_valuehead_checkpoint
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def keys(file: Path) -> set[str]:
@@ -116,18 +121,74 @@ def test_a2_safe_serialization_makes_safetensors_of_a_pickle(safe: bool, tiny: P
     assert not [file for file in path.glob("*.bin") if safe]
 
 
-def test_a2_a_full_disk_loses_nothing(tiny: Path, tmp_path: Path) -> None:
-    path = heads.pickled(tiny, tmp_path / "checkpoint")
-    before = state(path)
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Writes fail as they do on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a write fails that finds no room
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        with pytest.raises(CheckpointError, match="file too large"):
-            fix_valuehead_checkpoint(None, path, True)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(("layout", "size"), [("flat", 100), ("sharded", 100), ("pickled", 4096)])
+def test_a2_a_full_disk_loses_nothing(layout: str, size: int, tiny: Path, tmp_path: Path) -> None:
+    path = heads.LAYOUTS[layout](tiny, tmp_path / "checkpoint")
+    before = state(path)
+    with no_file_beyond(size), pytest.raises(CheckpointError, match="file too large"):
+        fix_valuehead_checkpoint(None, path, True)
     assert {name: held for name, held in state(path).items() if ".burnish" not in str(name)} == before
     assert fix_valuehead_checkpoint(None, path, True).changed
+
+
+@pytest.mark.parametrize("name", ["hf-trainer-valuehead", "hf-trainer-valuehead-lora"])
+def test_a2_a_full_disk_while_the_live_model_is_written_loses_nothing(name: str, tmp_path: Path) -> None:
+    path, model = recorded(name, tmp_path)
+    before = state(path)
+    with no_file_beyond(100), pytest.raises(CheckpointError, match="nothing is lost"):
+        fix_valuehead_checkpoint(model, path, True)
+    assert state(path) == before
+    assert fix_valuehead_checkpoint(model, path, True).changed
+
+
+def recorded(name: str, tmp_path: Path) -> tuple[Path, Wrapper]:
+    """What a Trainer saved of TRL's class, and a live model like it."""
+    path = Path(shutil.copytree(FIXTURES / name, tmp_path / name))
+    decoder = AutoModelForCausalLM.from_pretrained(FIXTURES / "trl-valuehead-single")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    return path, Wrapper(get_peft_model(decoder, lora) if name.endswith("lora") else decoder)
+
+
+FULL = {"model.safetensors", "config.json", "generation_config.json"}
+ADAPTER = {"adapter_model.safetensors", "adapter_config.json", "README.md"}
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [("hf-trainer-valuehead", FULL), ("hf-trainer-valuehead-lora", ADAPTER), ("zero3-valuehead-final", FULL)],
+)
+def test_a2_what_is_on_disk_afterwards(name: str, files: set[str], tmp_path: Path) -> None:
+    """A full model, an adapted one of which only the head was saved, and one that ZeRO-3 gathered."""
+    path, model = recorded(name, tmp_path)
+    old = {file.name for file in path.iterdir()} - {"model.safetensors"}
+    head = {n: t.clone() for n, t in load_file(path / "model.safetensors").items() if n in HEAD_NAMES}
+    fix_valuehead_checkpoint(model, path, True)
+    assert {file.name for file in path.iterdir()} - {".burnish"} == files | old | {"value_head.safetensors"}
+    written = load_file(path / "value_head.safetensors")
+    assert written.keys() == HEAD_NAMES
+    assert all(torch.equal(written[key], head[key]) for key in HEAD_NAMES)
+    if files is FULL:
+        assert loaded(path).generation_config.eos_token_id == model.pretrained_model.generation_config.eos_token_id
+        assert keys(path / "model.safetensors") == set(model.pretrained_model.state_dict())
+    else:
+        assert keys(path / "adapter_model.safetensors") == set(get_peft_model_state_dict(model.pretrained_model))
+
+
+def test_a2_the_config_has_the_dtype_of_what_was_saved(tmp_path: Path) -> None:
+    path, model = recorded("hf-trainer-valuehead", tmp_path)
+    fix_valuehead_checkpoint(model.bfloat16(), path, True)
+    assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_what_the_decoder_is_called_elsewhere_is_never_guessed(tiny: Path, tmp_path: Path) -> None:

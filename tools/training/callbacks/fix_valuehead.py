@@ -1,14 +1,17 @@
 # ruff: noqa: TID253 - a TrainerCallback; imported only when one is made
 """The value head split out of each checkpoint while training goes on, for those who have a Trainer of their own."""
 
+import contextlib
 import logging
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -96,31 +99,26 @@ def _add_adapter(saved: Checkpoint, model: PeftModel) -> None:
     """The adapter of the live model where no file holds it; its config alone where it lies among gathered weights."""
     if saved.adapter_config is not None:
         return
-    draft = saved.path / ".adapter.draft"
-    shutil.rmtree(draft, ignore_errors=True)
-    if saved.model and any(".lora_" in name for name in saved.model.tensors):
-        config = copy(model.active_peft_config)
-        config.inference_mode = True
-        config.save_pretrained(str(draft))
-    else:
-        model.save_pretrained(str(draft), selected_adapters=[model.active_adapters[0]])
-    _move_in(draft, saved.path, last="adapter_config.json")
+    with _draft(saved.path, last="adapter_config.json") as draft:
+        if saved.model and any(".lora_" in name for name in saved.model.tensors):
+            config = copy(model.active_peft_config)
+            config.inference_mode = True
+            config.save_pretrained(str(draft))
+        else:
+            model.save_pretrained(str(draft), selected_adapters=[model.active_adapters[0]])
 
 
 def _add_config(saved: Checkpoint, decoder: PreTrainedModel) -> None:
     """config.json and generation_config.json where the Trainer wrote none, with the dtype of the tensors on disk."""
     if saved.config is not None or saved.model is None:
         return
-    draft = saved.path / ".config.draft"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
     config = copy(decoder.config)
     config.architectures = [type(decoder).__name__]
     config.dtype = _dtype(saved.model)
-    config.save_pretrained(draft)
-    if decoder.can_generate() and decoder.generation_config is not None:
-        decoder.generation_config.save_pretrained(draft)
-    _move_in(draft, saved.path, last="config.json")
+    with _draft(saved.path, last="config.json") as draft:
+        config.save_pretrained(draft)
+        if decoder.can_generate() and decoder.generation_config is not None:
+            decoder.generation_config.save_pretrained(draft)
 
 
 def _dtype(weights: Weights) -> str:
@@ -131,8 +129,18 @@ def _dtype(weights: Weights) -> str:
     return TORCH_DTYPES[sizes.most_common(1)[0][0]]
 
 
-def _move_in(draft: Path, folder: Path, last: str) -> None:
-    """Every file of the draft into the folder, by rename, the one that loaders look for last."""
-    for file in sorted(draft.iterdir(), key=lambda file: file.name == last):
-        file.replace(folder / file.name)
-    draft.rmdir()
+@contextlib.contextmanager
+def _draft(folder: Path, last: str) -> Iterator[Path]:
+    """An empty folder whose files move into `folder` when all are written, `last` being what loaders ask for first."""
+    draft = folder / ".draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir()
+        yield draft
+        for file in sorted(draft.iterdir(), key=lambda file: file.name == last):
+            file.replace(folder / file.name)
+    except (OSError, SafetensorError) as error:
+        problem = f"{last} and what belongs to it could not be written ({error})"
+        raise CheckpointError(folder, problem, "nothing is lost; free some space, and call it again") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
