@@ -45,9 +45,11 @@ def padded(path: Path) -> Path:
 
 
 def scores(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What a classifier says at the last token of each row."""
+    """What a classifier says at the last token of each row, positions counted from the first."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    shifted = {} if mask[:, 0].all() else {"position_ids": positions}
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask).logits
+        logits = model(input_ids=ids, attention_mask=mask, **shifted).logits
     if logits.dim() == 2:
         return logits[:, 0]
     last = (mask * torch.arange(mask.shape[1])).argmax(-1)

@@ -37,11 +37,14 @@ def largest_difference(one: Path, other: Path) -> float:
 def scorer(path: Path) -> Scorer:
     """A function from token ids and attention mask, int64 [batch, length], to the score of each row, float32 [batch].
 
-    The score stands at the last token that is no padding. The bias that a sequence classifier keeps in config.json is
-    added.
+    The score stands at the last token that is no padding, and positions count from the first. The bias that a sequence
+    classifier keeps in config.json is added.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    from tools.training.value_head import load as load_value_head
+    from tools.training.value_head import positions
 
     config = Checkpoint.open(path).config or {}
     names = architectures_of(config)
@@ -52,13 +55,10 @@ def scorer(path: Path) -> Scorer:
 
     if any(name.endswith("ForSequenceClassification") for name in names):
         sequence, bias = load(AutoModelForSequenceClassification), config.get(SCORE_BIAS, 0.0)
-        return lambda ids, mask: sequence(input_ids=ids, attention_mask=mask).logits[:, 0] + bias
+        return lambda ids, mask: sequence(ids, attention_mask=mask, **positions(sequence, mask)).logits[:, 0] + bias
     if any(name.endswith("ForTokenClassification") for name in names):
         token = load(AutoModelForTokenClassification)
-        return lambda ids, mask: _last(token(input_ids=ids, attention_mask=mask).logits[..., 0], mask)
-
-    from tools.training.value_head import load as load_value_head
-
+        return lambda ids, mask: _last(token(ids, attention_mask=mask, **positions(token, mask)).logits[..., 0], mask)
     return load_value_head(path).float()  # type: ignore[no-any-return]
 
 

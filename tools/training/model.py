@@ -77,6 +77,9 @@ def prepare(decoder: Any, finetuning: FinetuningArguments, initial_adapter: Path
     """
     if finetuning.method == "full":
         return decoder
+    if decoder.get_output_embeddings() is None:
+        remedy = "use finetuning.method=full, or give it one: tools export-reward-model --to value-head"
+        raise CheckpointError(decoder.name_or_path, "has no lm_head, which a LoRA adapter needs", remedy)
     from peft import LoraConfig, get_peft_model
 
     from tools.checkpoint.adapters import changes_base

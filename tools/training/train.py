@@ -74,7 +74,7 @@ def _run(
 
     from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
     from tools.training.callbacks.initial_adapter import require
-    from tools.training.model import chosen_dtype, load_decoder, load_tokenizer, prepare
+    from tools.training.model import chosen_dtype, load_tokenizer, prepare
     from tools.training.state import write_state
 
     if resume and changes_base(config.finetuning.init_lora_weights):
@@ -83,14 +83,16 @@ def _run(
     args = _trainer_args(config, stage, arguments, dtype)
     tokenizer = load_tokenizer(config.model)
     train_rows, eval_rows = _rows(config, stage, args, tokenizer)
-    decoder = load_decoder(config.model, dtype).to(args.device)
+    decoder = stage.load_decoder(config.model, dtype).to(args.device)
     args.use_cache = decoder.config.use_cache  # or the Trainer would write its own into config.json
 
     write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
     model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER)
     with _callbacks(config) as (callbacks, stop):
-        trainer = stage.build_trainer(model, args, train_rows, eval_rows, tokenizer, callbacks)
+        trainer = stage.build_trainer(
+            stage.build_model(model, config.model), args, train_rows, eval_rows, tokenizer, callbacks
+        )
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
         result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     stopped = stop.reason is not None and result.global_step < trainer.state.max_steps
