@@ -53,10 +53,20 @@ def in_the_middle(tiny: Path, path: Path) -> Path:
 def sharded(tiny: Path, path: Path) -> Path:
     """Several shards with an index, the head in the last one."""
     tensors = _copy(tiny, path) | HEAD
-    (path / "model.safetensors").unlink()
     names = list(tensors)
-    groups = [names[:8], names[8:16], names[16:]]
-    files = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    return _in_shards(path, tensors, [names[:8], names[8:16], names[16:]])
+
+
+def head_in_a_shard_of_its_own(tiny: Path, path: Path) -> Path:
+    """A shard that is empty without the head, so that those behind it get other numbers."""
+    tensors = _copy(tiny, path) | HEAD
+    names = [name for name in tensors if name not in HEAD]
+    return _in_shards(path, tensors, [names[:8], list(HEAD), names[8:16], names[16:]])
+
+
+def _in_shards(path: Path, tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> Path:
+    (path / "model.safetensors").unlink()
+    files = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     for file, group in zip(files, groups, strict=True):
         save_file({name: tensors[name] for name in group}, path / file, metadata={"format": "pt"})
     index = {
@@ -92,5 +102,17 @@ def linked(tiny: Path, path: Path) -> Path:
 
 LAYOUTS = {
     build.__name__: build
-    for build in (*(flat, prefixed, at_start, at_start_prefixed, in_the_middle, sharded, pickled, hard_linked, linked),)
+    for build in (
+        *(flat, prefixed, at_start, at_start_prefixed, in_the_middle, sharded, head_in_a_shard_of_its_own, pickled),
+        *(hard_linked, linked),
+    )
 }
+
+
+def split(layout: str, tiny: Path, path: Path) -> Path:
+    """One of these with its head in a file of its own, and no record of how it got there."""
+    from tools.postprocess.fix_valuehead import fix_valuehead
+
+    fix_valuehead(LAYOUTS[layout](tiny, path))
+    shutil.rmtree(path / ".burnish")
+    return path

@@ -248,7 +248,21 @@ def test_a_pickle_runs_nothing(
 RECEIPT = {"id": 1, "step": "fix-valuehead", "time": "2026-01-01T00:00:00+00:00", "options": {}, "files": ["new"]}
 RECORD = {"receipt": RECEIPT, "gate": None, "gate_returns": False, "operations": [], "forget": []}
 EDIT = {"op": "edit", "file": "config.json", "head": "e30=", "size": 2}
-OUTSIDE = ("../victim/precious", "/etc/passwd", "..", ".", "", "a/b", ".burnish", "x\0", 1, None, ["x"], {})
+OUTSIDE = (
+    "half \ud800",
+    "../victim/precious",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "a/b",
+    ".burnish",
+    "x\0",
+    1,
+    None,
+    ["x"],
+    {},
+)
 
 
 def interrupted(checkpoint: Path, record: str) -> None:

@@ -20,6 +20,7 @@ from tools.checkpoint.report import Report
 from tools.postprocess.bundle_processor import bundle_processor
 from tools.postprocess.convert_pissa import convert_pissa
 from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.join_valuehead import join_valuehead
 
 Step = Callable[..., Report]
 Case = tuple[Path, Step]
@@ -27,6 +28,10 @@ Case = tuple[Path, Step]
 
 def _valuehead(layout: str) -> Callable[[Path, Path], Case]:
     return lambda tiny, folder: (heads.LAYOUTS[layout](tiny, folder / "checkpoint"), fix_valuehead)
+
+
+def _joined(layout: str) -> Callable[[Path, Path], Case]:
+    return lambda tiny, folder: (heads.split(layout, tiny, folder / "checkpoint"), join_valuehead)
 
 
 def _pissa(tiny: Path, folder: Path) -> Case:
@@ -66,6 +71,7 @@ def _bundle(tiny: Path, folder: Path) -> Case:
 
 CASES = {
     **{f"fix-valuehead-{layout}": _valuehead(layout) for layout in heads.LAYOUTS},
+    **{f"join-valuehead-{layout}": _joined(layout) for layout in ("flat", "at_start", "sharded", "pickled")},
     "convert-pissa": _pissa,
     "convert-pissa --max-rank": _pissa_less_rank,
     "convert-pissa --residual": _pissa_of_two_bases,
@@ -284,7 +290,7 @@ def test_a_failure_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path:
 
 
 # torch writes a `.bin`, and a process that runs torch is not forked.
-@pytest.mark.parametrize("case", [name for name in CASES if name != "fix-valuehead-pickled"], indirect=True)
+@pytest.mark.parametrize("case", [name for name in CASES if not name.endswith("-pickled")], indirect=True)
 def test_a_kill_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path: Path) -> None:
     checkpoint, step = case
     old, finished = contents(checkpoint), set()

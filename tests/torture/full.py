@@ -11,7 +11,7 @@ from torture.kills import interrupt
 from torture.laws import Lost, Subject
 from torture.trace import Ended, Runner
 
-_NOBODY = 65534
+NOBODY = 65534
 _BLOCK = 4096
 
 
@@ -66,7 +66,7 @@ def users_who_may_not_write(subject: Subject) -> tuple[int, list[str]]:
             broken.append(f"{subject.case.name}: {what}: ended with {ended.code}: {ended.errors}")
 
     def as_nobody(*arguments: str) -> Ended:
-        return subject.runner.run(list(arguments), user=_NOBODY)
+        return subject.runner.run(list(arguments), user=NOBODY)
 
     checkpoint = str(subject.root / "checkpoint")
     subject.reset()

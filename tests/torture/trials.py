@@ -82,20 +82,25 @@ _FLUSHED = (
     *("fix-valuehead lora_pickled", "fix-valuehead flat --output", "fix-valuehead flat --output --overwrite"),
     *("undo fix-valuehead flat", "undo convert-pissa"),
 )
+# Each way in which several files, or one that every loader reads, change.
+_LOADED = (
+    *("fix-valuehead sharded", "fix-valuehead sharded_prefixed", "fix-valuehead head_in_a_shard_of_its_own"),
+    *("fix-valuehead prefixed", "convert-pissa"),
+)
 
 
 def trials(name: str) -> Iterator[Callable[[Subject], Result]]:
     """What is tried on the case of this name."""
-    if "--copy" not in name or name in ("fix-valuehead flat --copy", "fix-valuehead sharded --copy"):
-        yield _faults
+    yield _faults
     yield _power
     yield _kills
-    if not any(word in name for word in ("--output", "--copy", "undo")):
+    if "--output" not in name and not name.startswith("undo"):  # an undo that was completed is refused when repeated
         yield _kills_of_recovery
+    if not any(word in name for word in ("--output", "--copy", "undo")):
         yield _users
     if name in _FLUSHED:
         yield _flushes
-    if name in ("fix-valuehead sharded", "fix-valuehead sharded_prefixed", "fix-valuehead prefixed", "convert-pissa"):
+    if name in _LOADED:
         yield _loads
     if name.removeprefix("fix-valuehead ") in ("flat", "flat --output", "sharded --copy", "convert-pissa"):
         yield _full_disks

@@ -1,12 +1,15 @@
 """Change: the files a step wants, as values. Nothing here touches the disk."""
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.files import same_range
 from tools.checkpoint.header import Tensor, build_header
 from tools.checkpoint.layout import Checkpoint, WeightFile, Weights
 
@@ -87,7 +90,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class FileCopy:
-    """A byte-for-byte copy of another file."""
+    """A byte-for-byte copy of another file; in place it is a new name for one of the checkpoint's own that goes."""
 
     source: Path
 
@@ -115,9 +118,11 @@ class Change:
     def check(self, checkpoint: Checkpoint) -> None:
         """Assert that no tensor of the touched files is lost and no name is written twice in one set of weights."""
         kept = {(s.file.path, s.name) for s in self._sources()}
+        copied = {content.source for content in self.files.values() if isinstance(content, FileCopy)}
         for weights in checkpoint.weights:
             for file, name, _ in weights.items():
-                if file.name in self.files and (file.path, name) not in kept and name not in self.dropped:
+                is_kept = file.name not in self.files or file.path in copied or (file.path, name) in kept
+                if not is_kept and name not in self.dropped:
                     raise AssertionError(f"{file.path}: {name} would be lost")
 
     def inputs(self) -> set[Path]:
@@ -139,7 +144,12 @@ def stored(weights: Weights) -> dict[str, Stored]:
 
 def same_bytes(one: Source, other: Source) -> bool:
     """Whether two tensors agree in dtype, shape and every byte."""
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and one.read() == other.read()
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if not (isinstance(one, Stored) and isinstance(other, Stored)):
+        return one.read() == other.read()
+    places = (one.file.path, one.tensor.start), (other.file.path, other.tensor.start)
+    return places[0] == places[1] or same_range(*places[0], *places[1], one.nbytes)
 
 
 def refuse_ungathered(checkpoint: Checkpoint) -> None:
@@ -155,35 +165,55 @@ def refuse_ungathered(checkpoint: Checkpoint) -> None:
 
 
 def renamed(
-    weights: Weights, names: Mapping[str, str | None], file_names: Mapping[str, str] | None = None
+    weights: Weights, names: Mapping[str, str | None], file_name: Callable[[str], str] = str
 ) -> dict[str, Content | None]:
     """The files and the index of `weights` after tensors got new names or (None) left; untouched shards stay out.
 
-    A shard that loses its last tensor goes. `total_size` and `total_parameters` of the index follow. `file_names` gives
-    files and index other names.
+    A shard that loses its last tensor goes, and the others are numbered anew. `total_size` and `total_parameters` of
+    the index follow. `file_name` gives files and index other names.
     """
     files: dict[str, Content | None] = {}
-    weight_map: dict[str, str] = {}
-    moved = file_names or {}
+    shards: dict[str, Mapping[str, Source]] = {}
+    numbered = _numbered(weights, names)
     for file in weights.files:
         new = {n: Stored(file, old) for old in file.tensors if (n := names.get(old, old)) is not None}
-        target = moved.get(file.name, file.name)
-        weight_map |= dict.fromkeys(new, target)
-        if target != file.name or list(new) != list(file.tensors):
-            files |= {file.name: None, **({target: TensorFile(new, file.metadata)} if new else {})}
+        target = file_name(numbered.get(file.name, file.name))
+        shards |= {target: new} if new else {}
+        is_touched = list(new) != list(file.tensors)
+        if target != file.name or is_touched:
+            is_same = not is_touched and Path(target).suffix == file.path.suffix
+            content = FileCopy(file.path) if is_same else TensorFile(new, file.metadata)
+            files |= {file.name: None, **({target: content} if new else {})}
     if files and weights.index is not None:
-        gone = [tensor for old, tensor in weights.tensors.items() if names.get(old, old) is None]
-        target = moved.get(weights.index_name, weights.index_name)
-        files |= {weights.index_name: None, **({target: _index(weights.index, weight_map, gone)} if weight_map else {})}
+        files |= {weights.index_name: None}
+        files |= {file_name(weights.index_name): index_file(shards, weights)} if shards else {}
     return files
 
 
-def _index(index: Mapping[str, Any], weight_map: Mapping[str, str], gone: list[Tensor]) -> TextFile:
+def _numbered(weights: Weights, names: Mapping[str, str | None]) -> dict[str, str]:
+    """New names for the shards `NAME-00001-of-00004.safetensors` that are left, once one of them is empty."""
+    left = [file.name for file in weights.files if any(names.get(n, n) is not None for n in file.tensors)]
+    if len(left) == len(weights.files):
+        return {}
+    return {n: re.sub(r"-\d+-of-\d+", f"-{i:05}-of-{len(left):05}", n) for i, n in enumerate(left, start=1)}
+
+
+def index_file(shards: Mapping[str, Mapping[str, Source]], weights: Weights | None = None) -> TextFile:
+    """The index of these shards, file name -> tensor name -> tensor.
+
+    With `weights` it takes the place of their index: its other fields stay, and of `total_size` (bytes) and
+    `total_parameters` (elements) those that are there change by what the tensors do.
+    """
+    index = dict(weights.index or {}) if weights else {}
     metadata = dict(index.get("metadata") or {})
-    if "total_size" in metadata:
-        metadata["total_size"] -= sum(tensor.nbytes for tensor in gone)
-    if "total_parameters" in metadata:
-        metadata["total_parameters"] -= sum(tensor.elements for tensor in gone)
+    before: list[Tensor] = list(weights.tensors.values()) if weights else []
+    now = [source for tensors in shards.values() for source in tensors.values()]
+    totals = {
+        "total_parameters": sum(math.prod(s.shape) for s in now) - sum(t.elements for t in before),
+        "total_size": sum(s.nbytes for s in now) - sum(t.nbytes for t in before),
+    }
+    metadata |= {key: metadata.get(key, 0) + more for key, more in totals.items() if key in metadata or not index}
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
     return json_file({**index, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 

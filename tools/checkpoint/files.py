@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 _BLOCK_BYTES = 256 << 10
+# What link says where the file system has no hard links, or allows this file no more.
+_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+# What the kernel copies in one call. Each is on its way to the disk while the next is copied.
+_RANGE_BYTES = 64 << 20
 # What copy_file_range says where it cannot, rather than where the copy failed.
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM}
 
@@ -30,16 +34,40 @@ def _copy_in_kernel(file: BinaryIO, start: int, nbytes: int, out: BinaryIO) -> i
     done = 0
     try:
         while done < nbytes:
-            copied = os.copy_file_range(file.fileno(), out.fileno(), nbytes - done, start + done)
+            length = min(nbytes - done, _RANGE_BYTES)
+            copied = os.copy_file_range(file.fileno(), out.fileno(), length, start + done)
             if copied == 0:
                 break
             done += copied
+            begin_flush(out, copied)
     except AttributeError:
         return 0
     except OSError as error:
         if error.errno not in _NO_KERNEL_COPY:
             raise
     return done
+
+
+def same_range(one: Path, start: int, other: Path, other_start: int, nbytes: int) -> bool:
+    """Whether two files hold the same bytes there, read in blocks."""
+    with one.open("rb") as file, other.open("rb") as second:
+        file.seek(start)
+        second.seek(other_start)
+        for left in range(nbytes, 0, -_BLOCK_BYTES):
+            block = file.read(min(left, _BLOCK_BYTES))
+            if len(block) < min(left, _BLOCK_BYTES) or block != second.read(len(block)):
+                return False
+    return True
+
+
+def begin_flush(out: BinaryIO, nbytes: int) -> None:
+    """Let the disk begin with the last `nbytes` written, so that the flush at the end of the file has less to wait for.
+
+    Nothing is durable by this. Linux starts to write out pages that are said to be of no more use.
+    """
+    if hasattr(os, "posix_fadvise"):
+        end = os.lseek(out.fileno(), 0, os.SEEK_CUR)
+        os.posix_fadvise(out.fileno(), end - nbytes, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -69,6 +97,17 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         fsync_folder(folder.parent)
+
+
+def link(file: Path, other: Path) -> bool:
+    """Give a file a second name; whether the file system could."""
+    try:
+        os.link(file, other, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return False
+    return True
 
 
 def is_there(path: Path) -> bool:

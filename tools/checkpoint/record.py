@@ -12,6 +12,7 @@ from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.files import is_shared
+from tools.checkpoint.header import is_unicode
 from tools.checkpoint.opening import open_file
 
 _REMEDY = "move it away if no step of yours was interrupted here"
@@ -98,4 +99,9 @@ def _is_id(number: Any) -> bool:
 
 def is_plain(name: Any) -> bool:
     """Whether this names a file in a directory itself: no path, none of Burnish's own."""
-    return isinstance(name, str) and Path(name).name == name and name not in {"", "..", ".burnish"} and "\0" not in name
+    reserved = {"", "..", ".burnish"}
+    return isinstance(name, str) and Path(name).name == name and name not in reserved and _can_be_a_name(name)
+
+
+def _can_be_a_name(name: str) -> bool:
+    return "\0" not in name and is_unicode((name,))

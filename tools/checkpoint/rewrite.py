@@ -12,10 +12,10 @@ from typing import Any
 
 from tools import __version__
 from tools.checkpoint import journal
-from tools.checkpoint.change import Change, Content, TensorFile
+from tools.checkpoint.change import Change, Content, FileCopy, TensorFile
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.export import check_output, export
-from tools.checkpoint.files import copy_range, is_there
+from tools.checkpoint.files import copy_range, is_there, link
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import next_id
 from tools.checkpoint.report import Report
@@ -84,19 +84,30 @@ def _edits(checkpoint: Checkpoint, change: Change, copy: bool) -> dict[str, Head
     return {name: edit for name, edit in edits.items() if edit}
 
 
+def _moved(path: Path, change: Change) -> dict[str, Path]:
+    """The wanted files that are files of the checkpoint under another name, by their new names."""
+    going = {path / name for name, content in change.files.items() if content is None}
+    copies = {name: c.source for name, c in change.files.items() if isinstance(c, FileCopy)}
+    return {name: source for name, source in copies.items() if source in going}
+
+
 def _dry_run(
     report: Report, checkpoint: Checkpoint, change: Change, copy: bool, output: Path | None, overwrite: bool
 ) -> Report:
     if output is not None:
         check_output(checkpoint, change, output.expanduser(), overwrite)
     edits = _edits(checkpoint, change, copy or output is not None)
+    moved = _moved(checkpoint.path, change) if output is None else {}
     plan = {
         name: f"edit the header, {len(edits[name].head)} bytes"
         if name in edits
-        else "remove"
+        else f"rename {moved[name].name}"
+        if name in moved
+        else ("remove" if output is None else "leave out")
         if content is None
         else f"write, {content.nbytes} bytes"
         for name, content in change.files.items()
+        if checkpoint.path / name not in moved.values()
     }
     if output is not None:
         plan["everything else"] = f"copy to {output}"
@@ -118,11 +129,12 @@ def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, re
         edits = _edits(checkpoint, change, copy)
         new = {name: c for name, c in change.files.items() if c is not None and name not in edits}
         removed = tuple(name for name, content in change.files.items() if content is None)
-        require_space(path, sum(content.nbytes for content in new.values()))
+        moved = _moved(path, change)
+        require_space(path, sum(content.nbytes for name, content in new.items() if name not in moved))
         touched = [name for name in change.files if is_there(path / name)]
         gate = journal.gate_for(path, touched)
         with journal.staging(path) as stage:
-            written = _stage(path, stage, new, edits)
+            written = _stage(path, stage, new, moved, edits)
         operations = [
             *({"op": "place", "file": name} for name in new if name not in touched),
             *(journal.edit_operation(name, edit.head, edit.size) for name, edit in edits.items()),
@@ -145,9 +157,17 @@ def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, re
     )
 
 
-def _stage(path: Path, stage: Path, new: Mapping[str, Content], edits: Mapping[str, HeaderEdit]) -> int:
-    """Write the new files, and what undo needs of the edited ones, under `.burnish/stage`; returns the bytes."""
-    written = sum(write_content(content, stage / name) for name, content in new.items())
+def _stage(
+    path: Path, stage: Path, new: Mapping[str, Content], moved: Mapping[str, Path], edits: Mapping[str, HeaderEdit]
+) -> int:
+    """Write the new files, and what undo needs of the edited ones, under `.burnish/stage`; returns the bytes.
+
+    A file that only gets another name is linked there, where the file system has hard links.
+    """
+    written = 0
+    for name, content in new.items():
+        if not (name in moved and link(moved[name], stage / name)):
+            written += write_content(content, stage / name)
     for name, edit in edits.items():
         with (path / name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
