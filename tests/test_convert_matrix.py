@@ -67,3 +67,12 @@ def test_the_bias_of_b_is_part_of_the_adapter_alone_and_stays(use_rslora: bool, 
     first = load_file(run.init / "adapter_model.safetensors")
     assert any(tensor.any() for name, tensor in first.items() if name.endswith("lora_B.bias"))
     _is_the_trained_model(run)
+
+
+@pytest.mark.real
+def test_a_real_model_is_the_trained_one_and_equals_what_peft_makes(smollm2: Path, tmp_path: Path) -> None:
+    run = adapters.train(smollm2, tmp_path, "pissa_niter_4", peft=True, target_modules=["q_proj", "down_proj"])
+    convert_pissa(run.adapter, init=run.init, base=str(smollm2))
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (run.adapter, run.by_peft))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert (adapters.logits_on(smollm2, run.adapter) - run.logits).abs().max() < 1e-3

@@ -1,16 +1,15 @@
 """The plan of a conversion: which tensors and which LoraConfig an adapter shall have."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.checkpoint.adapters import PREFIX, beside_factors, lora_modules
+from tools.checkpoint.adapters import beside_factors, lora_modules
 from tools.checkpoint.change import (
     Change,
     Computed,
     Content,
     Source,
-    Stored,
     TensorFile,
     json_file,
     refuse_ungathered,
@@ -19,14 +18,13 @@ from tools.checkpoint.change import (
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import ADAPTER_FILES, Checkpoint
 from tools.lora import settings
-from tools.lora.floats import numbers, require_floats, rounded
+from tools.lora.base_layers import base_layers
+from tools.lora.floats import require_floats
 from tools.lora.origin import MARK, Given, Modules, Origin, origin_of
 from tools.lora.recovering import Recovered
 from tools.lora.serving import rank_option
 from tools.lora.shrinking import Loss, Product, folded, overall, product_of, shrunk
-from tools.lora.stacking import Initial, stacked_a, stacked_b
-
-_ROWS_AT_ONCE = 4096
+from tools.lora.stacking import stacked_a, stacked_b
 
 
 @dataclass(frozen=True)
@@ -87,19 +85,15 @@ def _converted(trained: Checkpoint, modules: Modules, origin: Origin, shape: Sha
         for name, module in modules.items()
         for taken in [origin.factors[name]]
     }
-    new = settings.doubled(config) | {"base_model_name_or_path": origin.base}
-    stacked = new
-    products, new, losses = _in_shape(trained, products, new, shape)
-    restored, dropped = _base_layers(trained, modules, origin)
+    stacked = settings.doubled(config) | {"base_model_name_or_path": origin.base}
+    products, new, losses = _in_shape(trained, products, stacked, shape)
+    restored, dropped = base_layers(trained, modules, origin)
+    then = f"; then {new['r']}" if losses else ""
+    why = "for a scale of 1, the rest is in B" if losses or shape.fold_scaling else "so that the scale stays"
     details = {
         "base": origin.base,
-        "rank": f"{config['r']} -> {stacked['r']}, for [A; A0] and [B, -B0]" + (f"; then {new['r']}" if losses else ""),
-        "lora_alpha": f"{config['lora_alpha']} -> {new['lora_alpha']}, "
-        + (
-            "so that the scale stays"
-            if new["lora_alpha"] == stacked["lora_alpha"]
-            else "for a scale of 1, the rest is in B"
-        ),
+        "rank": f"{config['r']} -> {stacked['r']}, for [A; A0] and [B, -B0]{then}",
+        "lora_alpha": f"{config['lora_alpha']} -> {new['lora_alpha']}, {why}",
         "modules": len(modules),
         **origin.details,
         **({"restored": sorted(restored)} if restored else {}),
@@ -147,41 +141,6 @@ def _shape_details(config: Mapping[str, Any], losses: Mapping[str, Loss]) -> dic
     return details
 
 
-def _base_layers(trained: Checkpoint, modules: Modules, origin: Origin) -> tuple[dict[str, Computed], frozenset[str]]:
-    """What becomes of base weights that were saved with an adapted embedding, which are those of the changed base.
-
-    The original base has its own, so they are dropped; unless the vocabulary has grown since, or nobody can tell.
-    """
-    assert trained.adapter is not None
-    restored: dict[str, Computed] = {}
-    dropped = set()
-    for name, source in beside_factors(trained.adapter_config or {}, trained.adapter).items():
-        module = modules.get(name.removeprefix(PREFIX).removesuffix(".base_layer.weight"))
-        if module is None or not name.endswith(".base_layer.weight"):
-            continue
-        if origin.vocabulary == source.shape[0]:
-            dropped.add(name)
-        else:
-            restored[name] = _restored(source, module.scaling, origin.factors[module.name], module.kind == "embedding")
-    return restored, frozenset(dropped)
-
-
-def _restored(residual: Stored, scaling: float, taken: Initial, transposed: bool) -> Computed:
-    """W = W_res + s B0 A0, or its transpose for an embedding, in blocks of rows."""
-    require_floats(residual)
-
-    def blocks() -> Iterable[bytes]:
-        a, b = numbers(taken.A), numbers(taken.B)
-        left, right = (a.T, b.T) if transposed else (b, a)
-        weight = numbers(residual)
-        for row in range(0, len(weight), _ROWS_AT_ONCE):
-            rows = slice(row, row + _ROWS_AT_ONCE)
-            yield rounded(weight[rows] + scaling * left[rows] @ right, residual.dtype)
-
-    factors = (s for f in (taken.A, taken.B) for s in ((f,) if isinstance(f, Stored) else f.sources))
-    return Computed(residual.dtype, residual.shape, residual.nbytes, blocks, (residual, *factors))
-
-
 def _files(
     trained: Checkpoint,
     products: Mapping[str, Product],
@@ -197,13 +156,11 @@ def _files(
         if product.module.bias and product.bias:
             new[product.module.bias.name] = product.bias
     tensors = {name: new.get(name, old) for name, old in stored(trained.adapter).items() if name not in dropped}
-    names = [file.name for file in trained.adapter.files]
-    gone: dict[str, Content | None] = dict.fromkeys(
-        [*names, *([trained.adapter.index_name] * (trained.adapter.index is not None))]
-    )
-    metadata = {**trained.adapter.files[0].metadata, **MARK}
+    weights = trained.adapter
+    gone = {file.name for file in weights.files} | ({weights.index_name} if weights.index is not None else set())
+    metadata = {**weights.files[0].metadata, **MARK}
     return {
-        **gone,
+        **dict.fromkeys(gone),
         ADAPTER_FILES[0]: TensorFile(tensors, metadata),
         "adapter_config.json": json_file(settings.portable(config)),
     }

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tools.checkpoint.adapters import INITIAL_ADAPTER, LoraModule, lora_modules
-from tools.checkpoint.change import refuse_ungathered, same_bytes
+from tools.checkpoint.change import Stored, refuse_ungathered, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint, checkpoints_in
 
@@ -79,10 +78,7 @@ def refuse_overwritten(trained: Checkpoint, initial: Checkpoint) -> None:
     assert initial.adapter is not None
     runs = {place.resolve() for place in (trained.path.parent, initial.path.parent, trained.path)}
     for checkpoint in (path for run in sorted(runs) for path in checkpoints_in(run)):
-        if checkpoint.resolve() == trained.path.resolve() or not (checkpoint / "adapter_config.json").is_file():
-            continue
-        saved = Checkpoint.open(checkpoint)
-        if saved.adapter is not None and _same_factors(initial, saved):
+        if checkpoint.resolve() != trained.path.resolve() and _holds(checkpoint, _factors(initial)):
             raise CheckpointError(
                 initial.path,
                 f"holds what {checkpoint} holds, so a resume wrote over it: it is not how the run began",
@@ -90,14 +86,14 @@ def refuse_overwritten(trained: Checkpoint, initial: Checkpoint) -> None:
             )
 
 
-def _same_factors(one: Checkpoint, other: Checkpoint) -> bool:
-    assert one.adapter is not None
-    assert other.adapter is not None
-    ours, theirs = (_tensors(each) for each in (one, other))
-    return ours.keys() == theirs.keys() and all(same_bytes(source, theirs[name]) for name, source in ours.items())
+def _holds(checkpoint: Path, factors: Mapping[str, Stored]) -> bool:
+    try:
+        saved = _factors(Checkpoint.read(checkpoint))
+    except CheckpointError:  # one that is damaged holds nothing for sure
+        return False
+    return saved.keys() == factors.keys() and all(same_bytes(source, saved[name]) for name, source in factors.items())
 
 
-def _tensors(adapter: Checkpoint) -> dict[str, Any]:
-    assert adapter.adapter is not None
-    modules = lora_modules(adapter.adapter_config or {}, adapter.adapter)
-    return {factor.name: factor for module in modules.values() for factor in (module.A, module.B)}
+def _factors(adapter: Checkpoint) -> dict[str, Stored]:
+    found = stored(adapter.adapter) if adapter.adapter else {}
+    return {name: source for name, source in found.items() if ".lora_" in name}

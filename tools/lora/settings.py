@@ -15,8 +15,10 @@ _OLD_FIELDS = frozenset(
         *("fan_in_fan_out", "init_lora_weights", "loftq_config", "megatron_config", "megatron_core"),
     )
 )
-# They describe how an adapter was begun or saved, or a setting that is off; without meaning in one that is whole.
-_SPENT_FIELDS = frozenset(("corda_config", "eva_config", "lora_ga_config", "peft_version", "qalora_group_size"))
+# They describe who saved an adapter, or a setting that is off.
+_IDLE_FIELDS = frozenset(("peft_version", "qalora_group_size"))
+# They describe how it was begun, and have no meaning once that is over.
+_INIT_FIELDS = frozenset(("corda_config", "eva_config", "lora_ga_config"))
 
 
 def doubled(config: Settings) -> dict[str, Any]:
@@ -55,10 +57,11 @@ def highest_rank(config: Settings) -> int:
 
 def portable(config: Settings) -> dict[str, Any]:
     """Without fields that say nothing here and that an older PEFT does not know; what is set is never dropped."""
+    idle = _IDLE_FIELDS if isinstance(config.get("init_lora_weights"), str) else _IDLE_FIELDS | _INIT_FIELDS
     return {
         field: value
         for field, value in config.items()
-        if field in _OLD_FIELDS or (value not in (None, False, {}, []) and field not in _SPENT_FIELDS)
+        if field in _OLD_FIELDS or (value not in (None, False, {}, []) and field not in idle)
     }
 
 
