@@ -41,6 +41,7 @@ def export(
         try:
             written = _build(checkpoint, change, partial)
             check_written(partial, change)
+            change.accept()
             write_receipt(partial, {**receipt, "id": 1, "files": list(change.files), "source": source})
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
