@@ -1,5 +1,7 @@
 """Tiny bases and adapters of every kind, made by PEFT, and what PEFT's own merge makes of them."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tools.postprocess.merge_adapter import merge_adapter
 
 IDS = torch.arange(10)[None]
 
@@ -105,3 +109,27 @@ def units_apart(one: torch.Tensor, other: torch.Tensor) -> float:
     limits = torch.finfo(one.dtype)
     unit = limits.eps * torch.exp2(torch.floor(torch.log2(size.clamp(min=limits.smallest_normal))))
     return float(((one.double() - other.double()).abs() / unit).max())
+
+
+def edit(file: Path, **fields: object) -> None:
+    """Set fields of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def rewritten(adapter: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Write the adapter's tensors as `change` makes them."""
+    file = adapter / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+
+
+def tokenizer_of(folder: Path, tokens: int) -> None:
+    """A tokenizer with so many tokens."""
+    vocabulary = {f"t{number}": number for number in range(tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}}))
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+def alone(adapter: Path, base: Path) -> Path:
+    """The adapter merged alone, beside it."""
+    merge_adapter(adapter, base=str(base), output=adapter.with_name(f"{adapter.name}-alone"))
+    return adapter.with_name(f"{adapter.name}-alone")

@@ -1,4 +1,4 @@
-"""merge-adapter on what people run into: vocabularies, heads, wrong bases, wrong directories, memory."""
+"""merge-adapter: what lies in the new directory, with heads and vocabularies, in how much memory."""
 
 import json
 import shutil
@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from snapshots import contents, state
 from transformers import AutoModelForSequenceClassification
-from typer.testing import CliRunner
 
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
-from tools.cli import app
 from tools.postprocess.merge_adapter import merge_adapter
 from tools.postprocess.verify import verify
 
@@ -32,23 +30,8 @@ def adapter(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def edit(file: Path, **fields: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
-def rewritten(adapter: Path, change: "object") -> None:
-    file = adapter / "adapter_model.safetensors"
-    save_file(change(load_file(file)), file)  # type: ignore[operator]
-
-
-def tokenizer_of(folder: Path, tokens: int) -> None:
-    vocabulary = {f"t{number}": number for number in range(tokens)}
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}}))
-    (folder / "tokenizer_config.json").write_text("{}")
-
-
 def test_what_lies_in_the_new_directory(base: Path, adapter: Path, tmp_path: Path) -> None:
-    tokenizer_of(base, 64)
+    merging.tokenizer_of(base, 64)
     for name in ("LICENSE", "modeling_own.py", "model.gguf", "optimizer.pt", "README.md", "preprocessor_config.json"):
         (base / name).write_text("of the base")
     (adapter / "trainer_state.json").write_text("{}")
@@ -68,7 +51,7 @@ def test_what_lies_in_the_new_directory(base: Path, adapter: Path, tmp_path: Pat
 def test_a_tokenizer_is_the_adapters_or_the_bases_but_never_a_mixture(
     base: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    tokenizer_of(base, 64)
+    merging.tokenizer_of(base, 64)
     (base / "merges.txt").write_text("of the base")
     (base / "preprocessor_config.json").write_text("of the base")
     (adapter / "tokenizer.json").write_text("{}")
@@ -136,16 +119,11 @@ def test_several_adapters_are_added_with_their_weights(base: Path, adapter: Path
     merge_adapter(adapter, base=str(base), weight=0.5, more=[f"{tmp_path / 'more'}=-2"], output=tmp_path / "merged")
     before, one, other, both = (
         merging.tensors(folder)
-        for folder in (base, _alone(adapter, base), _alone(tmp_path / "more", base), tmp_path / "merged")
+        for folder in (base, merging.alone(adapter, base), merging.alone(tmp_path / "more", base), tmp_path / "merged")
     )
     for name, tensor in both.items():
         expected = before[name] + 0.5 * (one[name] - before[name]) - 2 * (other[name] - before[name])
         assert torch.allclose(tensor, expected, atol=1e-6)
-
-
-def _alone(adapter: Path, base: Path) -> Path:
-    merge_adapter(adapter, base=str(base), output=adapter.with_name(f"{adapter.name}-alone"))
-    return adapter.with_name(f"{adapter.name}-alone")
 
 
 def test_what_replaces_or_scales_has_no_weighted_sum(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -160,7 +138,7 @@ def test_what_replaces_or_scales_has_no_weighted_sum(base: Path, adapter: Path, 
 
 def test_mg_01_a_base_that_says_tied_and_is_not_comes_out_untied(adapter: Path, base: Path, tmp_path: Path) -> None:
     merging.adapter(base, tmp_path / "saves", modules_to_save=["lm_head"])
-    edit(base / "config.json", tie_word_embeddings=True)
+    merging.edit(base / "config.json", tie_word_embeddings=True)
     merge_adapter(tmp_path / "saves", base=str(base), output=tmp_path / "merged")
     assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] is False
 
@@ -187,7 +165,7 @@ def test_mg_04_every_tensor_keeps_its_dtype(tmp_path: Path) -> None:
 def test_mg_05_a_grown_vocabulary_grows_the_model(tie: bool, options: dict[str, list[str]], tmp_path: Path) -> None:
     base = merging.model(tmp_path / "base", tie_word_embeddings=tie)
     trained = merging.adapter(base, tmp_path / "adapter", rows=66, **options)
-    tokenizer_of(tmp_path / "adapter", 66)
+    merging.tokenizer_of(tmp_path / "adapter", 66)
     if "target_modules" in options and not tie:  # PEFT then saves lm_head alone
         with pytest.raises(CheckpointError, match=r"lm_head.weight would have 66 rows, model.embed_tokens.weight 64"):
             merge_adapter(tmp_path / "adapter", base=str(base), output=tmp_path / "merged")
@@ -200,95 +178,11 @@ def test_mg_05_a_grown_vocabulary_grows_the_model(tie: bool, options: dict[str, 
 
 
 def test_mg_05_without_rows_for_the_new_tokens(base: Path, adapter: Path, tmp_path: Path) -> None:
-    tokenizer_of(adapter, 66)
+    merging.tokenizer_of(adapter, 66)
     with pytest.raises(
         CheckpointError, match=r"its tokenizer has 66 tokens, and model.embed_tokens.weight .* has 64 rows"
     ):
         merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
-
-
-def test_mg_07_no_module_matches(base: Path, adapter: Path, tmp_path: Path) -> None:
-    rewritten(
-        adapter, lambda held: {n.replace("model.layers", "model.language_model.layers"): t for n, t in held.items()}
-    )
-    expected = r"0 of 4 adapter modules matched .*: it has no model.language_model.layers.0.self_attn.q_proj.weight, "
-    with pytest.raises(CheckpointError, match=expected + r"nearest is model.layers.0.self_attn.q_proj.weight"):
-        merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.parametrize("factor", [0, 1e-30], ids=["zero", "rounded away"])
-def test_mg_07_a_result_equal_to_the_base_is_refused(factor: float, base: Path, adapter: Path, tmp_path: Path) -> None:
-    rewritten(adapter, lambda held: {n: t * factor if "lora_B" in n else t for n, t in held.items()})
-    with pytest.raises(CheckpointError, match="changes nothing: every number of the base is the same"):
-        merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.parametrize("first", ["model.layers", "layers", "model.model.layers"])
-def test_names_with_and_without_the_prefix_of_the_base(first: str, base: Path, adapter: Path, tmp_path: Path) -> None:
-    """As from a training of the model without its output matrix, or under one more module."""
-    expected = contents(_alone(adapter, base))["model.safetensors"]
-    rewritten(adapter, lambda held: {n.replace("model.model.layers", f"model.{first}"): t for n, t in held.items()})
-    merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
-    assert contents(tmp_path / "merged")["model.safetensors"] == expected
-
-
-def test_mg_09_a_quantised_base_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
-    shutil.copytree(base, tmp_path / "packed")
-    edit(tmp_path / "packed/config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    expected = r"quantised \(bitsandbytes, 4 bits\): .*; give the 16-bit base it was made from with --base"
-    with pytest.raises(CheckpointError, match=expected):
-        merge_adapter(adapter, base=str(tmp_path / "packed"), output=tmp_path / "merged")
-    edit(adapter / "adapter_config.json", base_model_name_or_path=str(tmp_path / "packed"))
-    report = merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
-    assert "trained on" in report.details["note"]
-    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
-
-
-def test_mg_12_a_run_or_a_typo_never_asks_the_network(base: Path, adapter: Path, tmp_path: Path) -> None:
-    for number in (200, 400):
-        shutil.copytree(adapter, tmp_path / f"run/checkpoint-{number}")
-    with pytest.raises(
-        CheckpointError, match="a run directory with checkpoint-200, checkpoint-400; name one, or add --checkpoint"
-    ):
-        merge_adapter(tmp_path / "run", base=str(base), output=tmp_path / "merged")
-    with pytest.raises(CheckpointError, match="not found"):
-        merge_adapter(tmp_path / "tpyo", base=str(base), output=tmp_path / "merged")
-    with pytest.raises(CheckpointError, match="not found"):
-        merge_adapter(adapter, base=str(tmp_path / "tpyo"), output=tmp_path / "merged")
-    done = CliRunner().invoke(
-        app,
-        ["merge-adapter", f"{tmp_path}/run", "--base", f"{base}", "-o", f"{tmp_path}/merged", "--checkpoint", "last"],
-    )
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "merged/model.safetensors").is_file()
-
-
-def test_mg_13_a_full_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="a full model, not an adapter; nothing to merge; use it directly"):
-        merge_adapter(base, base=str(base), output=tmp_path / "merged")
-
-
-def test_an_adapter_of_a_changed_base_names_the_command(base: Path, adapter: Path, tmp_path: Path) -> None:
-    edit(adapter / "adapter_config.json", init_lora_weights="pissa_niter_4")
-    with pytest.raises(CheckpointError, match=r"a pissa_niter_4 adapter: .*; first run: tools convert-pissa"):
-        merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
-
-
-def test_fi_13_an_empty_adapter_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
-    whole = load_file(adapter / "adapter_model.safetensors")
-    for held, problem in (({}, "holds no tensor"), ({n: t[:0] for n, t in whole.items()}, "has 0 elements")):
-        save_file(held, adapter / "adapter_model.safetensors")
-        with pytest.raises(CheckpointError, match=problem):
-            merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
-
-
-def test_numbers_that_are_none_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
-    rewritten(adapter, lambda held: {n: t / 0 if "lora_A" in n else t for n, t in held.items()})
-    with pytest.raises(CheckpointError, match=r"lora_A.weight holds NaN or infinity; the training had diverged"):
-        merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("beside", ["safetensors", "pickle"])

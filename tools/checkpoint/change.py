@@ -45,13 +45,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that `blocks` computes from stored ones when it is written: little-endian bytes, C order, in pieces."""
+    """A tensor that `blocks` computes from stored ones when it is written: little-endian bytes, C order, in pieces.
+
+    `apart`: it may be computed in another process, since it leaves nothing behind that this one needs.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     blocks: Callable[[], Iterable[bytes]]
     sources: tuple[Stored, ...]
+    apart: bool = False
 
     def read(self) -> bytes:
         return b"".join(self.blocks())
@@ -107,13 +111,15 @@ class Change:
     """What a step wants of a checkpoint: each named file as it shall be, `None` for a file that goes.
 
     No files: nothing to do. `dropped` names the tensors that the step gives up on purpose; every other tensor of a
-    touched file must come back somewhere, or `check` refuses.
+    touched file must come back somewhere, or `check` refuses. `accept` is called when all files are written and none
+    has taken its place yet; it raises CheckpointError for a result that nobody wants.
     """
 
     summary: str
     files: Mapping[str, Content | None] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
+    accept: Callable[[], None] = lambda: None
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Assert that no tensor of the touched files is lost and no name is written twice in one set of weights."""

@@ -42,6 +42,7 @@ def export(
             written = _build(checkpoint, change, partial)
             check_written(partial, change)
             _refuse_mixture(checkpoint)
+            change.accept()
             write_receipt(partial, {**receipt, "id": 1, "files": list(change.files), "source": source})
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

@@ -16,10 +16,11 @@ _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, er
 
 
 def copy_range(file: BinaryIO, start: int, nbytes: int, out: BinaryIO) -> None:
-    """Append `nbytes` of one file to another, inside the kernel where it can (shared blocks on btrfs and xfs)."""
+    """Write `nbytes` of one file where another stands, inside the kernel where it can (shared blocks on btrfs, xfs)."""
     out.flush()
+    at = out.tell()
     done = _copy_in_kernel(file, start, nbytes, out)
-    out.seek(0, os.SEEK_END)
+    out.seek(at + done)
     file.seek(start + done)
     while done < nbytes:
         block = file.read(min(_BLOCK_BYTES, nbytes - done))

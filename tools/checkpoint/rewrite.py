@@ -135,6 +135,7 @@ def _in_place(report: Report, checkpoint: Checkpoint, plan: Plan, copy: bool, re
         gate = journal.gate_for(path, touched)
         with journal.staging(path) as stage:
             written = _stage(path, stage, new, moved, edits)
+            change.accept()
         operations = [
             *({"op": "place", "file": name} for name in new if name not in touched),
             *(journal.edit_operation(name, edit.head, edit.size) for name, edit in edits.items()),

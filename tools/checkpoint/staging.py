@@ -2,19 +2,24 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
+from tools.checkpoint.apart import apart, can_fork
 from tools.checkpoint.change import Change, Computed, Content, FileCopy, Source, Stored, TensorFile, TextFile
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.files import copy_range, fsync_folder, is_shared
+from tools.checkpoint.files import begin_flush, copy_range, fsync_folder, is_shared
 from tools.checkpoint.layout import Checkpoint, read_weight_file
 from tools.checkpoint.opening import open_file
 
 # Above this huggingface_hub no longer reads a header, so a longer one is never made in place.
 MAX_EDITED_HEADER_BYTES = 25_000_000
+# Below this a second process is not worth its start.
+_LONG_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,32 @@ def write_content(content: Content, target: Path) -> int:
                 _write_bin(content, out)
             case TensorFile():
                 out.write(content.header())
-                _write_tensors(content.tensors.values(), out)
+                _write_shared(list(content.tensors.values()), out)
         out.flush()
         os.fsync(out.fileno())
         return out.tell()
+
+
+def _write_shared(sources: Sequence[Source], out: BinaryIO) -> None:
+    """Write the tensors, those behind the middle by a second process where computing them takes long."""
+    long = sum(s.nbytes for s in sources if isinstance(s, Computed) and s.apart) >= _LONG_BYTES
+    if not (long and can_fork() and all(isinstance(s, Stored) or s.apart for s in sources)):
+        return _write_tensors(sources, out)
+    ends = list(accumulate(source.nbytes for source in sources))
+    middle = bisect(ends, ends[-1] // 2)
+    before = ends[middle - 1] if middle else 0
+    out.flush()
+    start = out.tell()
+
+    def rest() -> None:
+        with Path(out.name).open("r+b") as other:
+            other.seek(start + before)
+            _write_tensors(sources[middle:], other)
+
+    with apart(rest):
+        _write_tensors(sources[:middle], out)
+        out.flush()
+    out.seek(start + ends[-1])
 
 
 def _write_tensors(sources: Iterable[Source], out: BinaryIO) -> None:
@@ -76,6 +103,8 @@ def _write_tensors(sources: Iterable[Source], out: BinaryIO) -> None:
             written = sum(out.write(block) for block in source.blocks())
             if written != source.nbytes:
                 raise AssertionError(f"{written} bytes computed, {source.nbytes} announced")
+            out.flush()
+            begin_flush(out, written)
         else:
             path, start, end = source
             with path.open("rb") as file:

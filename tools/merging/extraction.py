@@ -32,7 +32,17 @@ def extract_plan(tuned: Base, base: Base, rank: int, errors: Errors, show: Calla
     for name, (now, before) in found.linear.items():
         module = name.removesuffix(".weight")
         transposed = stores_transposed(base.config, now)
-        pair = _Pair(module, now, before, rank, transposed, errors, lambda done: show(done, total))
+        pair = _Pair(
+            module,
+            now,
+            before,
+            rank,
+            transposed,
+            errors,
+            lambda: show(
+                sum(s.nbytes for n, (s, _) in found.linear.items() if n.removesuffix(".weight") in errors), total
+            ),
+        )
         tensors |= {f"{PREFIX}{module}.lora_{factor}.weight": pair.tensor(factor) for factor in "AB"}
     for name, source in {**found.saved, **found.biases}.items():
         owner, _, last = name.rpartition(".")
@@ -62,7 +72,7 @@ class _Pair:
         rank: int,
         transposed: bool,
         errors: Errors,
-        show: Callable[[int], None],
+        show: Callable[[], None],
     ) -> None:
         self.module, self.now, self.before, self.rank, self.transposed = module, now, before, rank, transposed
         self.errors, self.show = errors, show
@@ -89,7 +99,7 @@ class _Pair:
         whole = float(np.square(delta, dtype=np.float64).sum())
         delta -= self.waiting["B"] @ self.waiting["A"]
         self.errors[self.module] = float(np.square(delta, dtype=np.float64).sum()), whole
-        self.show(self.now.nbytes)
+        self.show()
 
 
 def _config(found: Difference, tuned: Base, base: Base, rank: int) -> dict[str, Any]:

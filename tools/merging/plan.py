@@ -74,7 +74,7 @@ def _tensor(name: str, weight: Stored, parameters: Parameters, base: Base, read:
 
 def _computed(weight: Stored, dtype: str, blocks: Callable[[], Iterator[bytes]], sources: Sequence[Stored]) -> Computed:
     nbytes = weight.tensor.elements * ITEM_BYTES[dtype]
-    return Computed(dtype, weight.shape, nbytes, blocks, (weight, *sources))
+    return Computed(dtype, weight.shape, nbytes, blocks, (weight, *sources), apart=True)
 
 
 def _config(

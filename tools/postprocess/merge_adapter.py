@@ -1,7 +1,9 @@
 """Adapter and base: merged into a whole model, one tensor at a time."""
 
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,8 +61,7 @@ def merge_adapter(
         def plan(first: Checkpoint) -> Change:
             adapters = [read_adapter(first, weight), *(read_adapter(Checkpoint.open(p), w) for p, w in others)]
             change = merge_plan(adapters, model, largest, watch.blocks)
-            watch.expect(change)
-            return change
+            return watch.expect(change)
 
         return rewrite(
             "merge-adapter",
@@ -104,24 +105,34 @@ def _options(
 
 
 class _Watch:
-    """Sees every block of the merged tensors: shows how far it is, and refuses a result that equals the base."""
+    """Sees every block of the merged tensors: shows how far it is, and refuses a result that equals the base.
+
+    Two processes may write; each counts in a row of shared memory of its own: bytes done, and whether one has changed.
+    """
 
     def __init__(self, adapter: Path, show: Callable[[int, int], None]) -> None:
-        self.adapter, self.show, self.total, self.done, self.changed = adapter, show, 0, 0, False
+        self.adapter, self.show, self.total, self.process = adapter, show, 0, os.getpid()
+        self.counts = memoryview(mmap.mmap(-1, 32)).cast("Q", (2, 2))
 
-    def expect(self, change: Change) -> None:
+    def expect(self, change: Change) -> Change:
+        """The change, accepted only if a number of the base has changed."""
         files = [content for content in change.files.values() if isinstance(content, TensorFile)]
         sources = [source for content in files for source in content.tensors.values()]
         self.total = sum(source.nbytes for source in sources if isinstance(source, Computed))
-        self.done = 0
-        self.changed = any(isinstance(each, Stored) and each.file.path.parent == self.adapter for each in sources)
+        replaced = any(isinstance(each, Stored) and each.file.path.parent == self.adapter for each in sources)
+        return change if replaced else replace(change, accept=self.accept)
 
     def blocks(self, blocks: Iterable[Block]) -> Iterator[bytes]:
+        row = 0 if os.getpid() == self.process else 1
         for old, new in blocks:
-            self.changed = self.changed or old != new
-            self.done += len(new)
-            self.show(len(new), self.total)
+            if not self.counts[row, 1]:
+                self.counts[row, 1] = old != new
+            self.counts[row, 0] += len(new)
+            if row == 0:
+                self.show(self.counts[0, 0] + self.counts[1, 0], self.total)
             yield new
-        if self.done == self.total and not self.changed:
+
+    def accept(self) -> None:
+        if not (self.counts[0, 1] or self.counts[1, 1]):
             problem = "changes nothing: every number of the base is the same after the merge"
             raise CheckpointError(self.adapter, problem, "was it saved before the first step?")
