@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from tools.checkpoint.errors import CheckpointError, all_of
 from tools.training.config_source import Given, read_file, read_overrides, unknown_key, wanted
 
+SAMPLING = ("temperature", "top_p", "top_k")  # fields of `generating` that are read only when tokens are drawn
 REPORTERS = ("wandb", "swanlab", "trackio", "tensorboard", "mlflow")
 
 # Keys of `training` that change what is told about a run, or how fast it goes, and never what comes out of it.
@@ -106,6 +107,28 @@ class FinetuningArguments(Group):
         return stage
 
 
+class GeneratingArguments(Group):
+    """How text is generated while training goes on: for its samples, by the names of transformers' GenerationConfig."""
+
+    max_new_tokens: Positive = Field(default=128, description="tokens that are generated at most")
+    do_sample: bool = Field(
+        default=False, description="draw each token; false takes the likeliest, the same every time"
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="below 1 keeps closer to the likeliest")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="draw among the likeliest tokens that have this probability together"
+    )
+    top_k: Annotated[int, Field(ge=0)] = Field(default=50, description="draw among so many likeliest tokens; 0: all")
+    num_beams: Positive = Field(default=1, description="beams of the search; 1: none")
+    repetition_penalty: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="above 1, what was said already becomes less likely"
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments for `model.generate`; what only sampling reads is left out when nothing is drawn."""
+        return self.model_dump(exclude=set() if self.do_sample else set(SAMPLING))
+
+
 class ReportArguments(Group):
     """Where the run is reported."""
 
@@ -130,6 +153,7 @@ class TrainConfig(Group):
     model: ModelArguments
     data: DataArguments
     finetuning: FinetuningArguments = FinetuningArguments()
+    generating: GeneratingArguments = GeneratingArguments()
     training: dict[str, Any]
     report: ReportArguments = ReportArguments()
 
@@ -150,6 +174,7 @@ GROUPS: dict[str, type[Group]] = {
     "model": ModelArguments,
     "data": DataArguments,
     "finetuning": FinetuningArguments,
+    "generating": GeneratingArguments,
     "report": ReportArguments,
 }
 FIELDS: dict[str, frozenset[str]] = {name: frozenset(group.model_fields) for name, group in GROUPS.items()}
