@@ -12,6 +12,7 @@ from tasks.train import train
 from tools.checkpoint.layout import checkpoints_in
 from tools.checkpoint.report import Report
 from tools.training.config import load_config
+from tools.training.report_results import report_results
 
 
 def _name() -> str:
@@ -35,6 +36,7 @@ def post_train(config: Path, overrides: tuple[str, ...] = (), which: Literal["la
     reports = [trained]
     for checkpoint in checkpoints_in(run) if which == "all" else [run / trained.details["checkpoint"]]:
         reports += finish_checkpoint(checkpoint, base=base)
+    report_results(run)
     publish(reports, f"Trained from {base} in {run}")
     return reports
 

@@ -34,6 +34,17 @@ def _listed(names: Any) -> Any:
     return [names] if isinstance(names, str) else names
 
 
+def _callbacks(given: Any) -> Any:
+    """A bare path is a callback without arguments."""
+    given = given if isinstance(given, list) else [given]
+    called = [{"path": each} if isinstance(each, str) else each for each in given]
+    for each in called:
+        names = set(each) if isinstance(each, dict) else {""}
+        if "path" not in names or names - {"path", "args"} or not isinstance(each.get("args", {}), dict):
+            raise ValueError(f"must each have path, and args as a mapping, not {each!r}")
+    return called
+
+
 def _expanded(text: str) -> str:
     return str(Path(text).expanduser()) if text.startswith("~") else text
 
@@ -97,6 +108,13 @@ class FinetuningArguments(Group):
         default=None, description="further modules trained in full, saved in the adapter"
     )
 
+    early_stopping_patience: Positive | None = Field(
+        default=None, description="end after so many evaluations in a row that are no better than the best"
+    )
+    early_stopping_threshold: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="by how much an evaluation must be better to count"
+    )
+
     @field_validator("stage")
     @classmethod
     def _known_stage(cls, stage: str) -> str:
@@ -129,14 +147,32 @@ class GeneratingArguments(Group):
         return self.model_dump(exclude=set() if self.do_sample else set(SAMPLING))
 
 
+class CallbackArguments(Group):
+    """A callback of the user's own: a class that `args` are given to, or an object that is one."""
+
+    path: str = Field(description="where Python finds it: package.module.Name")
+    args: dict[str, Any] = Field(default={}, description="arguments of the class")
+
+
 class ReportArguments(Group):
-    """Where the run is reported."""
+    """Where the run is reported, what is watched, and who else is told."""
 
     report_to: Annotated[list[str], BeforeValidator(_listed)] = Field(
         default=[], description=f"any of {', '.join(REPORTERS)}"
     )
     project: str = Field(default="burnish", description="project under which the run appears")
     run_name: str | None = Field(default=None, description="name of the run; by default that of its directory")
+    samples: list[str] = Field(
+        default=[], description="prompts that the model answers while it learns, in samples.jsonl"
+    )
+    samples_every: Positive | Literal["epoch"] = Field(
+        default="epoch", description="when it answers, besides before and after: each epoch, or every so many steps"
+    )
+    gradient_norms: bool = Field(default=False, description="log the gradient norm of each part of the model")
+    memory: bool = Field(default=False, description="note what memory each step holds, in memory.jsonl")
+    callbacks: Annotated[list[CallbackArguments], BeforeValidator(_callbacks)] = Field(
+        default=[], description="callbacks of your own, each with path and args"
+    )
 
     @field_validator("report_to")
     @classmethod

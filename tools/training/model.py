@@ -51,11 +51,9 @@ def load_tokenizer(model: ModelArguments) -> Any:
 
 def load_decoder(model: ModelArguments, dtype: str) -> Any:
     """The causal LM, every weight of it found in the checkpoint. Raises CheckpointError when some would be random."""
-    from transformers import AutoModelForCausalLM
-
     source = source_of(model.model_name_or_path)
     try:
-        decoder, found = AutoModelForCausalLM.from_pretrained(
+        decoder, found = _auto_class(source, model.trust_remote_code).from_pretrained(
             source,
             dtype=dtype,
             attn_implementation=model.attn_implementation,
@@ -70,6 +68,19 @@ def load_decoder(model: ModelArguments, dtype: str) -> Any:
     return decoder
 
 
+def _auto_class(source: str, trust_remote_code: bool) -> Any:
+    """AutoModelForCausalLM, or for a model of images and text that has no class of that kind the one for those."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    kind = type(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
+    reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
 def prepare(decoder: Any, finetuning: FinetuningArguments, initial_adapter: Path) -> Any:
     """The decoder as `finetuning` trains it: all of it, or an adapter on it.
 
@@ -82,7 +93,7 @@ def prepare(decoder: Any, finetuning: FinetuningArguments, initial_adapter: Path
     from tools.checkpoint.adapters import changes_base
     from tools.training.callbacks.initial_adapter import add_adapter
 
-    settings = finetuning.model_dump(exclude={"stage", "method"})
+    settings = finetuning.model_dump(exclude={"stage", "method", "early_stopping_patience", "early_stopping_threshold"})
     try:
         config = LoraConfig(task_type="CAUSAL_LM", **settings)
         if changes_base(finetuning.init_lora_weights):

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from tools.checkpoint.journal import lock
 from tools.checkpoint.report import Report
 
 if TYPE_CHECKING:
-    from tools.training.callbacks import StopCallback
     from tools.training.config import TrainConfig
     from tools.training.stages import Stage
     from tools.training.state import TrainState
@@ -50,8 +49,8 @@ def train(config: Path, overrides: Sequence[str] = ()) -> Report:
             return _report(run, last, changed=False, summary="already trained; nothing to do")
         resume = state.newest_complete(run)
         now = state.running(prints, _progress(resume)[0] if resume else 0, resume)
-        if resume and _is_last_step(resume):
-            done, loss = dataclasses.replace(now, state="finished"), None
+        if resume and _is_over(resume):
+            done, loss = dataclasses.replace(now, state="finished", checkpoint=_best_of(resume, resolved.config)), None
         else:
             with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # stdout is for the report alone
                 warnings.simplefilter("ignore", FutureWarning)  # of the libraries, to each other
@@ -73,6 +72,7 @@ def _run(
     from transformers import PrinterCallback, set_seed
 
     from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
+    from tools.training.callbacks.chosen import chosen
     from tools.training.callbacks.initial_adapter import require
     from tools.training.model import chosen_dtype, load_decoder, load_tokenizer, prepare
     from tools.training.state import write_state
@@ -89,11 +89,11 @@ def _run(
     write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
     model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER)
-    with _callbacks(config) as (callbacks, stop):
-        trainer = stage.build_trainer(model, args, train_rows, eval_rows, tokenizer, callbacks)
+    with chosen(config, _run_name(config)) as told:
+        trainer = stage.build_trainer(model, args, train_rows, eval_rows, tokenizer, told.callbacks)
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
         result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    stopped = stop.reason is not None and result.global_step < trainer.state.max_steps
+    stopped = told.stop.reason is not None and result.global_step < trainer.state.max_steps
     done = dataclasses.replace(
         now,
         state="stopped" if stopped else "finished",
@@ -107,6 +107,8 @@ def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, An
     """The stage's own config object: what the user wrote, over our defaults. Computes in the dtype of the weights."""
     import torch
 
+    from tools.training.early_stopping import in_step
+
     if dtype == "float16" and config.finetuning.method == "full":
         raise CheckpointError(
             "model.dtype", "float16 weights cannot be trained in full", "use float32 with training.fp16=true"
@@ -117,7 +119,9 @@ def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, An
         "use_cpu": not torch.accelerator.is_available(),
         "disable_tqdm": not sys.stderr.isatty(),
         "include_num_input_tokens_seen": "non_padding",
+        "logging_nan_inf_filter": False,
     }
+    defaults |= in_step(config, arguments)
     fixed = {**stage.DEFAULTS, "report_to": "none", "run_name": _run_name(config), "project": config.report.project}
     try:
         return stage.ARGUMENTS(**defaults | arguments | fixed)
@@ -134,30 +138,6 @@ def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> t
     eval_rows = stage.load_rows(config.data, tokenizer, "eval")
     logger.info("eval: %s", eval_rows.summary)
     return train_rows.dataset, eval_rows.dataset
-
-
-@contextlib.contextmanager
-def _callbacks(config: "TrainConfig") -> Iterator[tuple[list[Any], "StopCallback"]]:
-    """What belongs to every run, and what only some need; log and signal handlers are put in order when it ends.
-
-    None of them repairs a checkpoint: they keep what nobody could compute later.
-    """
-    from tools.checkpoint.adapters import changes_base
-    from tools.training.callbacks import (
-        InitialAdapterCallback,
-        LogCallback,
-        ReporterCallback,
-        StopCallback,
-        TrainedLogitsCallback,
-    )
-    from tools.training.callbacks.trackers import tracker_callbacks
-
-    trackers = tracker_callbacks(config.report.report_to, config.report.project, _run_name(config))
-    reporter = ReporterCallback(config.model_dump(), report_to=[tracker.name for tracker in trackers])
-    is_changed = config.finetuning.method == "lora" and changes_base(config.finetuning.init_lora_weights)
-    keepers = [*([InitialAdapterCallback()] if is_changed else []), TrainedLogitsCallback()]
-    with contextlib.closing(LogCallback()) as log, contextlib.closing(StopCallback()) as stop:
-        yield [*trackers, log, reporter, *keepers, stop], stop
 
 
 def _run_name(config: "TrainConfig") -> str:
@@ -186,10 +166,20 @@ def _progress(checkpoint: Path) -> tuple[int, int]:
     return written["global_step"], written["max_steps"]
 
 
-def _is_last_step(checkpoint: Path) -> bool:
-    """Resumed from there, the Trainer would do one step too many."""
+def _is_over(checkpoint: Path) -> bool:
+    """Whether training ended with this checkpoint: resumed from there, the Trainer would do one step too many."""
+    from tools.training.early_stopping import has_ended
+
     done, planned = _progress(checkpoint)
-    return done >= planned
+    return done >= planned or has_ended(checkpoint)
+
+
+def _best_of(checkpoint: Path, config: "TrainConfig") -> str:
+    """The checkpoint that a run ends with, as its last one tells: the best where the best was asked for."""
+    written = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    asked = config.finetuning.early_stopping_patience or config.training.get("load_best_model_at_end")
+    best = Path(written["best_model_checkpoint"] or checkpoint).name
+    return best if asked and (checkpoint.parent / best).is_dir() else checkpoint.name
 
 
 def _report(

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.integrations import get_reporting_integration_callbacks
 
+from tools.training.callbacks.tracker_runs import go_offline
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,28 +41,25 @@ class Guarded:
 def tracker_callbacks(names: Sequence[str], project: str, run_name: str) -> list[Guarded]:
     """A guarded callback for each tracker that is installed, and one warning for each that is not.
 
-    wandb is used offline when nobody is logged in, rather than asking for an account.
+    wandb and swanlab are used offline when nobody is logged in, rather than asking for an account.
     """
     os.environ.setdefault("WANDB_PROJECT", project)
     os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", project)
-    callbacks = []
+    callbacks: list[Guarded] = []
     for name in names:
         if find_spec(name) is None:
             logger.warning("%s is not installed; the run is not reported to it", name)
         else:
-            callbacks.append(Guarded(name, _callback(name, project, run_name)))
+            kind = type(f"Guarded_{name}", (Guarded,), {})  # the Trainer warns of two of one class
+            callbacks.append(kind(name, _callback(name, project, run_name)))
     return callbacks
 
 
 def _callback(name: str, project: str, run_name: str) -> Any:
-    if name == "swanlab":
+    if name in ("wandb", "swanlab"):
+        go_offline(name)
+    if name == "swanlab":  # that of transformers asks for functions which swanlab no longer has
         from swanlab.integration.transformers import SwanLabCallback
 
         return SwanLabCallback(project=project, experiment_name=run_name)
-    if name == "wandb":
-        import wandb
-
-        if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
-            os.environ["WANDB_MODE"] = "offline"
-            logger.info("wandb: nobody is logged in, so the run is kept offline; `wandb sync` sends it later")
     return get_reporting_integration_callbacks([name])[0]()
