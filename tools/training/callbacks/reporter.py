@@ -59,7 +59,7 @@ class ReporterCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         """False when the tracker has no run yet. A failure is final, so it counts as sent."""
         tracker = TRACKERS[name]
         try:
-            run = tracker.current(args.output_dir)
+            run = tracker.current(args)
             if run is None:
                 return False
             tracker.update(run, self.groups)

@@ -20,10 +20,10 @@ Identity = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tracker:
-    """`current(output_dir)` is what finds the run of this process again, None while it has none; `update` adds groups
-    to the run; within `reopened` a run that another process had is the run of this one."""
+    """`current(training arguments)` is what finds the run of this process again, None while it has none; `update` adds
+    groups to the run; within `reopened` a run that another process had is the run of this one."""
 
-    current: Callable[[str], Identity | None]
+    current: Callable[[Any], Identity | None]
     update: Callable[[Identity, Groups], None]
     reopened: Callable[[Identity], contextlib.AbstractContextManager[None]]
 
@@ -58,7 +58,7 @@ def go_offline(name: str) -> None:
         logger.info("%s: nobody is logged in, so the run is kept offline; `%s sync` sends it later", name, name)
 
 
-def _wandb_current(output_dir: str) -> Identity | None:
+def _wandb_current(args: Any) -> Identity | None:
     run = import_module("wandb").run
     return run and {"id": run.id, "project": run.project, "entity": run.entity or None}
 
@@ -77,12 +77,12 @@ def _wandb_reopened(identity: Identity) -> Iterator[None]:
         yield
 
 
-def _swanlab_current(output_dir: str) -> Identity | None:
+def _swanlab_current(args: Any) -> Identity | None:
     swanlab = import_module("swanlab")
     if not swanlab.has_run():
         return None
-    project = swanlab.get_run().path.strip("/").split("/")
-    return {"id": swanlab.get_run().id, "project": project[1] if len(project) > 1 else None}
+    run = swanlab.get_run()
+    return {"id": run.id, "project": run.path.strip("/").split("/")[1] if run.mode == "online" else args.project}
 
 
 def _swanlab_update(identity: Identity, groups: Groups) -> None:
@@ -93,12 +93,14 @@ def _swanlab_update(identity: Identity, groups: Groups) -> None:
 def _swanlab_reopened(identity: Identity) -> Iterator[None]:
     go_offline("swanlab")
     swanlab = import_module("swanlab")
-    swanlab.init(**identity, resume="allow")
-    yield
-    swanlab.finish()
+    swanlab.init(**identity, resume="allow", reinit=True)
+    try:
+        yield
+    finally:
+        swanlab.finish()
 
 
-def _trackio_current(output_dir: str) -> Identity | None:
+def _trackio_current(args: Any) -> Identity | None:
     run = import_module("trackio").context_vars.current_run.get()
     return run and {"name": run.name, "project": run.project}
 
@@ -111,13 +113,15 @@ def _trackio_update(identity: Identity, groups: Groups) -> None:
 def _trackio_reopened(identity: Identity) -> Iterator[None]:
     trackio = import_module("trackio")
     trackio.init(**identity, resume="allow", embed=False)
-    yield
-    trackio.log({"postprocessed": 1})  # trackio sends a config only with a row
-    trackio.finish()
+    try:
+        yield
+        trackio.log({"postprocessed": 1})  # trackio sends a config only with a row
+    finally:
+        trackio.finish()
 
 
-def _tensorboard_current(output_dir: str) -> Identity:
-    return {"folder": os.environ.get("TENSORBOARD_LOGGING_DIR") or str(Path(output_dir) / "runs")}
+def _tensorboard_current(args: Any) -> Identity:
+    return {"folder": os.environ.get("TENSORBOARD_LOGGING_DIR") or str(Path(args.output_dir) / "runs")}
 
 
 def _tensorboard_update(identity: Identity, groups: Groups) -> None:
@@ -128,7 +132,7 @@ def _tensorboard_update(identity: Identity, groups: Groups) -> None:
             writer.add_text(name, f"```json\n{json.dumps(group, indent=2)}\n```")
 
 
-def _mlflow_current(output_dir: str) -> Identity | None:
+def _mlflow_current(args: Any) -> Identity | None:
     mlflow = import_module("mlflow")
     run = mlflow.active_run()
     return run and {"id": run.info.run_id, "uri": mlflow.get_tracking_uri()}
