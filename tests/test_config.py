@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tools.checkpoint.errors import CheckpointError
-from tools.training.config import GROUPS, fingerprint, load_config
+from tools.training.config import GROUPS, load_config
+from tools.training.fingerprint import fingerprint
 from tools.training.trainer_arguments import trainer_arguments
 
 RUN = """\

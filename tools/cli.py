@@ -140,11 +140,19 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file.")
     ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print every value and where it came from, as YAML, and train nothing.")
+    ] = False,
 ) -> Report:
     """Train a model as CONFIG says: supervised fine-tuning or a reward model, resumed if it was interrupted.
 
     Example: tools train examples/sft.yaml training.max_steps=100 finetuning.r=16
     """
+    if show:
+        from tools.training.show import as_yaml, shown
+
+        typer.echo(as_yaml(shown(config, overrides or ())))
+        raise typer.Exit
     from tools.training.train import train as run
 
     _log_to_stderr()

@@ -29,7 +29,8 @@ def train(config: Path, overrides: Sequence[str] = ()) -> Report:
     began = time.monotonic()
     _keep_quiet()
     from tools.training import state
-    from tools.training.config import fingerprint, load_config
+    from tools.training.config import load_config
+    from tools.training.fingerprint import fingerprint
     from tools.training.stages import load_stage
     from tools.training.trainer_arguments import trainer_arguments
 
