@@ -110,6 +110,22 @@ def _adapter(resolved: "Resolved") -> Iterator[Problem]:
         yield key, "mica and finetuning.use_dora are both a way to train half of the adapter", "leave one of them out"
 
 
+def _early_stopping(resolved: "Resolved") -> Iterator[Problem]:
+    if resolved.config.finetuning.early_stopping_patience is None:
+        return
+    key = "finetuning.early_stopping_patience"
+    if resolved.config.data.eval_file is None:
+        yield key, "waits for evaluations, but there are no rows to evaluate on", "add data.eval_file"
+    for name, unfit in (("load_best_model_at_end", False), ("eval_strategy", "no"), ("save_strategy", "no")):
+        if name in resolved.config.training and resolved.config.training[name] in (unfit, False):
+            yield f"training.{name}", f"does not go with {key}, which ends with the best model", "leave it out"
+
+
+def _samples(resolved: "Resolved") -> Iterator[Problem]:
+    if resolved.config.report.samples and resolved.config.finetuning.stage == "reward":
+        yield "report.samples", "are texts, and a reward model writes none", "leave them out"
+
+
 def _precision(resolved: "Resolved", training: Training) -> Iterator[Problem]:
     dtype, full = resolved.config.model.dtype, resolved.config.finetuning.method == "full"
     bf16, fp16 = training.get("bf16"), training.get("fp16")
@@ -192,7 +208,9 @@ def _strategy(training: Training, which: str) -> str | None:
     return None if value is None else str(getattr(value, "value", value))
 
 
-_RULES: tuple[Callable[["Resolved"], Iterator[Problem]], ...] = (_sampling, _quantized, _adapter)
+_RULES: tuple[Callable[["Resolved"], Iterator[Problem]], ...] = (
+    *(_sampling, _quantized, _adapter, _early_stopping, _samples),
+)
 _TRAINING_RULES: tuple[Callable[["Resolved", Training], Iterator[Problem]], ...] = (
     *(_precision, _evaluation, _in_step, _length),
 )

@@ -93,7 +93,7 @@ def prepare(decoder: Any, finetuning: FinetuningArguments, initial_adapter: Path
     from tools.checkpoint.adapters import changes_base
     from tools.training.callbacks.initial_adapter import add_adapter
 
-    settings = finetuning.model_dump(exclude={"stage", "method", "early_stopping_patience", "early_stopping_threshold"})
+    settings = {key: value for key, value in finetuning if key in LoraConfig.__dataclass_fields__}
     try:
         config = LoraConfig(task_type="CAUSAL_LM", **settings)
         if changes_base(finetuning.init_lora_weights):

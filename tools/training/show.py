@@ -48,7 +48,8 @@ def _training(resolved: Resolved, arguments: Mapping[str, Any], arguments_class:
     beside = in_step(arguments, resolved.config.data.eval_file is not None)
     for field in fields(arguments_class):
         if field.name in arguments:
-            yield field.name, arguments[field.name], resolved.origin(f"training.{field.name}")
+            origin = resolved.origins.get(f"training.{field.name}", "set by Burnish: for early stopping")
+            yield field.name, arguments[field.name], origin
         elif field.name in beside:
             yield field.name, beside[field.name], "set by Burnish: saving and evaluating are kept in step"
         elif field.name in DECIDED_LATER:
@@ -64,6 +65,7 @@ DECIDED_LATER = {
     "use_cpu": "true where there is no accelerator",
     "disable_tqdm": "true where nobody looks",
     "include_num_input_tokens_seen": "non_padding",
+    "logging_nan_inf_filter": "false: a loss that is no number ends the training",
 }
 
 

@@ -108,7 +108,7 @@ def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, An
     """The stage's own config object: what the user wrote, over our defaults. Computes in the dtype of the weights."""
     import torch
 
-    from tools.training.early_stopping import in_step
+    from tools.training.config_rules import in_step
 
     if dtype == "float16" and config.finetuning.method == "full":
         raise CheckpointError(
@@ -121,8 +121,8 @@ def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, An
         "disable_tqdm": not sys.stderr.isatty(),
         "include_num_input_tokens_seen": "non_padding",
         "logging_nan_inf_filter": False,
+        **in_step(arguments, config.data.eval_file is not None),
     }
-    defaults |= in_step(config, arguments)
     fixed = {**stage.DEFAULTS, "report_to": "none", "run_name": _run_name(config), "project": config.report.project}
     try:
         return stage.ARGUMENTS(**defaults | arguments | fixed)

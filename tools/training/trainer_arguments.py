@@ -13,6 +13,7 @@ from tools.training.config import Resolved
 from tools.training.config_errors import shown, wanted
 from tools.training.config_rules import broken_training_rules
 from tools.training.config_source import unknown_key
+from tools.training.early_stopping import needed
 
 _TOKENISED = "Burnish tokenises and masks the rows itself"
 _ROW_BY_ROW = "rows are padded, each its own sequence"
@@ -43,8 +44,9 @@ _LENIENT = ConfigDict(arbitrary_types_allowed=True)  # some fields hold objects 
 def trainer_arguments(resolved: Resolved, arguments_class: type) -> dict[str, Any]:
     """The keyword arguments for the stage's config class: `training`, each value of the type its field declares.
 
-    The class is not instantiated. Raises CheckpointError, naming file and line, for a key the class does not have, for
-    one that another group or Burnish itself decides, and for a value of the wrong type.
+    What early stopping needs is among them. The class is not instantiated. Raises CheckpointError, naming file and
+    line, for a key the class does not have, for one that another group or Burnish itself decides, and for a value of
+    the wrong type.
     """
     types = get_type_hints(arguments_class)
     names = allowed(arguments_class)
@@ -61,6 +63,7 @@ def trainer_arguments(resolved: Resolved, arguments_class: type) -> dict[str, An
                 arguments[key] = _typed(value, types[key])
             except ValueError as error:
                 errors.append(CheckpointError(origin, f"{dotted} must be {error}"))
+    arguments = needed(resolved.config.finetuning) | arguments
     if errors := errors or broken_training_rules(resolved, arguments):
         raise all_of(errors)
     return arguments
