@@ -85,7 +85,7 @@ def _run(
     tokenizer = load_tokenizer(config.model)
     train_rows, eval_rows = _rows(config, stage, args, tokenizer)
     decoder = load_decoder(config.model, dtype).to(args.device)
-    args.use_cache = decoder.config.use_cache  # or the Trainer would write its own into config.json
+    args.use_cache = decoder.config.get_text_config().use_cache  # or the Trainer would write its own into config.json
 
     write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
