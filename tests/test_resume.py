@@ -83,9 +83,8 @@ def test_each_step_after_a_resume_equals_that_of_an_uninterrupted_run(
     watch(Watch())
     train(config, overrides)
     whole = dict(seen)
-    told = {
-        row["current_steps"]: (row["loss"], row["grad_norm"]) for row in rows(config.parent / "run") if "loss" in row
-    }
+    run = config.parent / "run"
+    told = {row["current_steps"]: (row["loss"], row["grad_norm"]) for row in rows(run) if "loss" in row}
     forget_after(run, step)
     seen.clear()
     train(config, overrides)
