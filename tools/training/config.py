@@ -227,7 +227,7 @@ FIELDS: dict[str, frozenset[str]] = {name: frozenset(group.model_fields) for nam
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, and where each value is from: `FILE:LINE`, `environment NAME`, `override`, `default (Burnish)`."""
+    """A configuration, and where each value is from: `FILE:LINE`, `environment NAME`, `override`, `default (...)`."""
 
     config: TrainConfig
     origins: dict[str, str]

@@ -19,6 +19,7 @@ from tools.checkpoint.report import Report
 if TYPE_CHECKING:
     from tools.training.callbacks import StopCallback
     from tools.training.config import TrainConfig
+    from tools.training.precision import Precision
     from tools.training.stages import Stage
     from tools.training.state import TrainState
 
@@ -75,21 +76,29 @@ def _run(
 
     from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
     from tools.training.callbacks.initial_adapter import require
-    from tools.training.model import chosen_dtype, load_decoder, load_tokenizer, prepare
+    from tools.training.model import check_quantization, load_decoder, load_tokenizer, prepare
+    from tools.training.precision import chosen_precision
     from tools.training.state import write_state
+    from tools.training.trainable import summary
 
     if resume and changes_base(config.finetuning.init_lora_weights):
         require(config.run_dir / INITIAL_ADAPTER)
-    dtype = chosen_dtype(config.model.dtype)
-    args = _trainer_args(config, stage, arguments, dtype)
+    check_quantization(config.model.quantization)
+    precision = chosen_precision(config)
+    logger.info("precision: %s", precision)
+    args = trainer_args(config, stage, arguments, precision)
     tokenizer = load_tokenizer(config.model)
     train_rows, eval_rows = _rows(config, stage, args, tokenizer)
-    decoder = load_decoder(config.model, dtype).to(args.device)
+    decoder = load_decoder(config.model, precision.weights)
+    if not config.model.quantization:
+        decoder = decoder.to(args.device)
     args.use_cache = decoder.config.use_cache  # or the Trainer would write its own into config.json
 
     write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
-    model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER)
+    shown = _calibration(config, train_rows, tokenizer)
+    model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER, calibration=shown, resume=resume)
+    logger.info("trained: %s", summary(model))
     with _callbacks(config) as (callbacks, stop):
         trainer = stage.build_trainer(model, args, train_rows, eval_rows, tokenizer, callbacks)
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
@@ -104,26 +113,34 @@ def _run(
     return done, result.training_loss
 
 
-def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], dtype: str) -> Any:
-    """The stage's own config object: what the user wrote, over our defaults. Computes in the dtype of the weights."""
+def trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], precision: "Precision") -> Any:
+    """The stage's own config object: what the user wrote, over our defaults."""
     import torch
 
-    if dtype == "float16" and config.finetuning.method == "full":
-        raise CheckpointError(
-            "model.dtype", "float16 weights cannot be trained in full", "use float32 with training.fp16=true"
-        )
+    from tools.training.config_rules import in_step
+
     defaults = {
-        "bf16": dtype == "bfloat16",
-        "fp16": dtype == "float16",
+        "bf16": precision.bf16 and not arguments.get("fp16"),
+        "fp16": precision.fp16 and not arguments.get("bf16"),
         "use_cpu": not torch.accelerator.is_available(),
         "disable_tqdm": not sys.stderr.isatty(),
         "include_num_input_tokens_seen": "non_padding",
+        **in_step(arguments, config.data.eval_file is not None),
     }
     fixed = {**stage.DEFAULTS, "report_to": "none", "run_name": _run_name(config), "project": config.report.project}
     try:
         return stage.ARGUMENTS(**defaults | arguments | fixed)
     except (ValueError, OverflowError) as error:
         raise CheckpointError("training", " ".join(str(error).split())) from error
+
+
+def _calibration(config: "TrainConfig", rows: Any, tokenizer: Any) -> Any:
+    """The rows that the adapter's init looks at, if it looks at any."""
+    if config.finetuning.method == "full" or config.finetuning.init_lora_weights not in ("eva", "corda", "lora_ga"):
+        return None
+    from tools.training.calibration import Calibration
+
+    return Calibration(rows, tokenizer.pad_token_id, config.finetuning.calibration_rows)
 
 
 def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
