@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def train(config: Path, overrides: Sequence[str] = ()) -> Report:
     """Train a model as the configuration says; a run that was stopped or killed goes on from its last checkpoint."""
     began = time.monotonic()
-    _keep_quiet()
+    keep_quiet()
     from tools.training import state
     from tools.training.config import load_config
     from tools.training.fingerprint import fingerprint
@@ -219,7 +219,7 @@ def _report(
     return Report("train", str(run), changed, summary, details=details, seconds=round(seconds, 3))
 
 
-def _keep_quiet() -> None:
+def keep_quiet() -> None:
     """No usage statistics to the Hugging Face hub, and no progress bars where nobody sees them."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read when huggingface_hub is imported
     import huggingface_hub.constants

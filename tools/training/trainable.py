@@ -24,7 +24,7 @@ def grouped(model: nn.Module) -> list[Same]:
     """All parameters of the model, tied ones once, in their order; those of the same name and shape as one line."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for name, parameter in model.named_parameters():
-        short = re.sub(r"\.\d+\.", ".*.", re.sub(r"\.default\b", "", name))
+        short = re.sub(r"\.\d+\.", ".*.", re.sub(r"^base_model\.model\.|\.default\b|\.base_layer\b", "", name))
         dtype = str(parameter.dtype).removeprefix("torch.")
         found.setdefault((short, tuple(parameter.shape), dtype, parameter.requires_grad), []).append(parameter.numel())
     return [
