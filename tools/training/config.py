@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
 )
 
@@ -45,8 +46,9 @@ def _expanded(text: str) -> str:
     return str(Path(text).expanduser()) if text.startswith("~") else text
 
 
+ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class Group(BaseModel):
@@ -88,7 +90,8 @@ class ModelArguments(Group):
 class DataArguments(Group):
     """Which rows are trained on, and how long they may be."""
 
-    train_file: ExpandedPath = Field(description="rows to train on: .jsonl, .json, .csv or .parquet")
+    train_file: ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+ExpandedPath = Field(description="rows to train on: .jsonl, .json, .csv or .parquet")
     eval_file: ExpandedPath | None = Field(default=None, description="rows to evaluate on, in one of the same forms")
     max_length: Annotated[int, Field(gt=1)] = Field(default=1024, description="tokens a row may have; the rest is cut")
     max_samples: Positive | None = Field(
@@ -177,7 +180,7 @@ class GeneratingArguments(Group):
 class ReportArguments(Group):
     """Where the run is reported."""
 
-    report_to: Annotated[list[str], BeforeValidator(_listed)] = Field(
+    report_to: Annotated[list[str], BeforeValidator(_listed), WithJsonSchema(ONE_OR_MORE)] = Field(
         default=[], description=f"any of {', '.join(REPORTERS)}"
     )
     project: str = Field(default="burnish", description="project under which the run appears")
