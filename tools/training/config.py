@@ -90,8 +90,7 @@ class ModelArguments(Group):
 class DataArguments(Group):
     """Which rows are trained on, and how long they may be."""
 
-    train_file: ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-ExpandedPath = Field(description="rows to train on: .jsonl, .json, .csv or .parquet")
+    train_file: ExpandedPath = Field(description="rows to train on: .jsonl, .json, .csv or .parquet")
     eval_file: ExpandedPath | None = Field(default=None, description="rows to evaluate on, in one of the same forms")
     max_length: Annotated[int, Field(gt=1)] = Field(default=1024, description="tokens a row may have; the rest is cut")
     max_samples: Positive | None = Field(
