@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
 )
 
@@ -56,8 +57,9 @@ def _expanded(text: str) -> str:
     return str(Path(text).expanduser()) if text.startswith("~") else text
 
 
+ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class Group(BaseModel):
@@ -202,7 +204,7 @@ class CallbackArguments(Group):
 class ReportArguments(Group):
     """Where the run is reported, what is watched, and who else is told."""
 
-    report_to: Annotated[list[str], BeforeValidator(_listed)] = Field(
+    report_to: Annotated[list[str], BeforeValidator(_listed), WithJsonSchema(ONE_OR_MORE)] = Field(
         default=[], description=f"any of {', '.join(REPORTERS)}"
     )
     project: str = Field(default="burnish", description="project under which the run appears")
@@ -263,7 +265,7 @@ FIELDS: dict[str, frozenset[str]] = {name: frozenset(group.model_fields) for nam
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, and where each value is from: `FILE:LINE`, `environment NAME`, `override`, `default (Burnish)`."""
+    """A configuration, and where each value is from: `FILE:LINE`, `environment NAME`, `override`, `default (...)`."""
 
     config: TrainConfig
     origins: dict[str, str]

@@ -40,7 +40,7 @@ def parse(path: Path) -> list[Entry]:
         raise CheckpointError(path, f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
     is_json = path.suffix == ".json"
     with _in_one_line(path):
-        values = json.loads(text) if is_json else None
+        values = json.loads(text) if is_json else {}
         # Outside of strings, where JSON allows none, a tab is only white space: YAML's parser then reads JSON as well.
         loader = yaml.SafeLoader(text.replace("\t", " ") if is_json else text)
         try:
@@ -117,7 +117,7 @@ def _node(node: Any, loader: "SafeLoader | None", path: Path, depth: int) -> Nod
     if loader is None:
         return Node(None, line, (), is_mapping)
     with _in_one_line(path, line):
-        value = loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        value = loader.construct_object(node, deep=True)
     _check(value, f"{path}:{line}")
     return Node(value, line, (), is_mapping)
 

@@ -18,6 +18,7 @@ from tools.checkpoint.report import Report
 
 if TYPE_CHECKING:
     from tools.training.config import TrainConfig
+    from tools.training.precision import Precision
     from tools.training.stages import Stage
     from tools.training.state import TrainState
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 def train(config: Path, overrides: Sequence[str] = ()) -> Report:
     """Train a model as the configuration says; a run that was stopped or killed goes on from its last checkpoint."""
     began = time.monotonic()
-    _keep_quiet()
+    keep_quiet()
     from tools.training import state
     from tools.training.config import load_config
     from tools.training.fingerprint import fingerprint
@@ -75,21 +76,29 @@ def _run(
     from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
     from tools.training.callbacks.chosen import chosen
     from tools.training.callbacks.initial_adapter import require
-    from tools.training.model import chosen_dtype, load_decoder, load_tokenizer, prepare
+    from tools.training.model import check_quantization, load_decoder, load_tokenizer, prepare
+    from tools.training.precision import chosen_precision
     from tools.training.state import write_state
+    from tools.training.trainable import summary
 
     if resume and changes_base(config.finetuning.init_lora_weights):
         require(config.run_dir / INITIAL_ADAPTER)
-    dtype = chosen_dtype(config.model.dtype)
-    args = _trainer_args(config, stage, arguments, dtype)
+    check_quantization(config.model.quantization)
+    precision = chosen_precision(config)
+    logger.info("precision: %s", precision)
+    args = trainer_args(config, stage, arguments, precision)
     tokenizer = load_tokenizer(config.model)
     train_rows, eval_rows = _rows(config, stage, args, tokenizer)
-    decoder = load_decoder(config.model, dtype).to(args.device)
+    decoder = load_decoder(config.model, precision.weights)
+    if not config.model.quantization:
+        decoder = decoder.to(args.device)
     args.use_cache = decoder.config.get_text_config().use_cache  # or the Trainer would write its own into config.json
 
     write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
-    model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER)
+    shown = _calibration(config, train_rows, tokenizer)
+    model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER, calibration=shown, resume=resume)
+    logger.info("trained: %s", summary(model))
     with chosen(config, _run_name(config)) as told:
         trainer = stage.build_trainer(model, args, train_rows, eval_rows, tokenizer, told.callbacks)
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
@@ -104,19 +113,15 @@ def _run(
     return done, result.training_loss
 
 
-def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], dtype: str) -> Any:
-    """The stage's own config object: what the user wrote, over our defaults. Computes in the dtype of the weights."""
+def trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], precision: "Precision") -> Any:
+    """The stage's own config object: what the user wrote, over our defaults."""
     import torch
 
     from tools.training.config_rules import in_step
 
-    if dtype == "float16" and config.finetuning.method == "full":
-        raise CheckpointError(
-            "model.dtype", "float16 weights cannot be trained in full", "use float32 with training.fp16=true"
-        )
     defaults = {
-        "bf16": dtype == "bfloat16",
-        "fp16": dtype == "float16",
+        "bf16": precision.bf16 and not arguments.get("fp16"),
+        "fp16": precision.fp16 and not arguments.get("bf16"),
         "use_cpu": not torch.accelerator.is_available(),
         "disable_tqdm": not sys.stderr.isatty(),
         "include_num_input_tokens_seen": "non_padding",
@@ -128,6 +133,15 @@ def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, An
         return stage.ARGUMENTS(**defaults | arguments | fixed)
     except (ValueError, OverflowError) as error:
         raise CheckpointError("training", " ".join(str(error).split())) from error
+
+
+def _calibration(config: "TrainConfig", rows: Any, tokenizer: Any) -> Any:
+    """The rows that the adapter's init looks at, if it looks at any."""
+    if config.finetuning.method == "full" or config.finetuning.init_lora_weights not in ("eva", "corda", "lora_ga"):
+        return None
+    from tools.training.calibration import Calibration
+
+    return Calibration(rows, tokenizer.pad_token_id, config.finetuning.calibration_rows)
 
 
 def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -192,7 +206,7 @@ def _report(
     return Report("train", str(run), changed, summary, details=details, seconds=round(seconds, 3))
 
 
-def _keep_quiet() -> None:
+def keep_quiet() -> None:
     """No usage statistics to the Hugging Face hub, and no progress bars where nobody sees them."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read when huggingface_hub is imported
     import huggingface_hub.constants
