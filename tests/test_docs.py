@@ -1,5 +1,6 @@
 """Every command and every line of Python on the pages under docs/, run in the order in which they are read."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,11 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs import save_llama, write_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def a_run_of_characters(tiny: Path, folder: Path) -> None:
+    """A model with a tokenizer, and run.yaml for four steps of it."""
+    save_llama(folder / "model")
+    groups = json.loads(write_config(folder / "model", folder).read_text())
+    groups["training"] |= {"output_dir": "run", "max_steps": 4}
+    (folder / "run.yaml").write_text(json.dumps(groups))
+
+
 # What lies in the folder where the blocks of a page run: made from a tiny Llama and that folder.
-BEFORE: dict[str, Callable[[Path, Path], None]] = {}
+BEFORE: dict[str, Callable[[Path, Path], None]] = {"callbacks": a_run_of_characters}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)

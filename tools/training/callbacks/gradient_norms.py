@@ -3,6 +3,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +25,18 @@ class GradientNormsCallback(TrainerCallback):  # type: ignore[misc]  # transform
     """
 
     def __init__(self) -> None:
+        self._parts: dict[str, list[torch.nn.Parameter]] = {}
         self._norms: dict[str, torch.Tensor] = {}
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self._norms = _norms(model) if _is_logged(state.global_step + 1, args, state) else {}
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        parts = defaultdict(list)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parts[part_of(name)].append(parameter)
+        self._parts = dict(parts)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._norms = _norms(self._parts) if _is_logged(state.global_step + 1, args, state) else {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not self._norms or "loss" not in logs:
@@ -41,15 +50,13 @@ class GradientNormsCallback(TrainerCallback):  # type: ignore[misc]  # transform
         state.log_history[-1].update(found)
 
 
-def _norms(model: Any) -> dict[str, torch.Tensor]:
+def _norms(parts: Mapping[str, Sequence[torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
     """The norm of each part, as a tensor on the device of the model, so that nothing waits for it."""
-    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            parts[part_of(name)].append(parameter.grad.detach().float())
-    return {
-        part: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) for part, gradients in parts.items()
-    }
+    found = {}
+    for part, parameters in parts.items():
+        if gradients := [parameter.grad.float() for parameter in parameters if parameter.grad is not None]:
+            found[part] = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return found
 
 
 def part_of(parameter: str) -> str:
