@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -138,8 +137,12 @@ def undisturbed(model: Any, seed: int) -> Iterator[None]:
 def table(first: Mapping[str, str], last: Mapping[str, str]) -> str:
     """Prompt, first and last answer side by side, each cut to a line."""
     rows = [("prompt", "before", "after"), *((prompt, first.get(prompt, ""), text) for prompt, text in last.items())]
-    cells = [[shorten(cell, WIDTH, placeholder="...").ljust(WIDTH) for cell in row] for row in rows]
+    cells = [[_cut(" ".join(cell.split())).ljust(WIDTH) for cell in row] for row in rows]
     return "\n".join(" | ".join(row).rstrip() for row in cells)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
 
 
 def _as_turn(tokenizer: Any, prompt: str) -> str:
