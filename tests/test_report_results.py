@@ -1,6 +1,7 @@
 """All argument groups and the results of post-processing, on the page of the run, whichever tracker has it."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from plain_trainer import plain_trainer
-from runs import reward
+from runs import forget_after, reward, run_in
 
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.training.callbacks import ReporterCallback
@@ -171,6 +172,21 @@ def test_lg_13_a_run_reports_all_its_groups(config: Path) -> None:
     assert kept["arguments"]["finetuning"]["stage"] == "reward"
     assert kept["arguments"]["finetuning"]["r"] == 2
     assert kept["runs"].keys() == {"tensorboard"}
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_lg_11_a_resumed_run_goes_on_in_the_run_of_its_tracker(config: Path, run: Path, name: str) -> None:
+    tracker = pytest.importorskip(name)
+    ids = []
+    for resumed in (False, True):
+        if resumed:
+            forget_after(config.parent / "reported", 4)
+        train(config, [f"report.report_to={name}", run_in(config, "reported")])
+        tracker.finish()
+        kept = json.loads((config.parent / "reported" / ".burnish" / "trackers.json").read_text())
+        ids.append(kept["runs"][name]["id"])
+    assert ids[0] == ids[1]
+    assert f"{name.upper()}_RUN_ID" not in os.environ
 
 
 def test_lg_11_only_what_changes_is_said() -> None:

@@ -99,7 +99,7 @@ def _run(
     shown = _calibration(config, train_rows, tokenizer)
     model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER, calibration=shown, resume=resume)
     logger.info("trained: %s", summary(model))
-    with chosen(config, _run_name(config)) as told:
+    with chosen(config, _run_name(config), resumed=resume is not None) as told:
         trainer = stage.build_trainer(model, args, train_rows, eval_rows, tokenizer, told.callbacks)
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
         result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)

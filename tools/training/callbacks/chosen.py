@@ -21,15 +21,15 @@ class Chosen:
 
 
 @contextlib.contextmanager
-def chosen(config: "TrainConfig", run_name: str) -> Iterator[Chosen]:
+def chosen(config: "TrainConfig", run_name: str, *, resumed: bool = False) -> Iterator[Chosen]:
     """The callbacks of a run, ready; files, hooks and signal handlers are put in order when it ends, however it ends.
 
-    Those that add to the metrics come before those that tell them. None of ours repairs a checkpoint: they keep what
-    nobody could compute later.
+    A `resumed` run goes on where it was reported. Those that add to the metrics come before those that tell them. None
+    of ours repairs a checkpoint: they keep what nobody could compute later.
     """
     from tools.training.callbacks import LogCallback, ModelHookCallback, NonFiniteCallback, ReporterCallback
     from tools.training.callbacks.stop import StopCallback
-    from tools.training.callbacks.trackers import tracker_callbacks
+    from tools.training.callbacks.trackers import continued, tracker_callbacks
 
     trackers = tracker_callbacks(config.report.report_to, config.report.project, run_name)
     reporter = ReporterCallback(config.model_dump(), report_to=[tracker.name for tracker in trackers])
@@ -37,6 +37,8 @@ def chosen(config: "TrainConfig", run_name: str) -> Iterator[Chosen]:
     log, stop, finite = LogCallback(), StopCallback(), NonFiniteCallback()
     watching = _watching(config, stop)
     with contextlib.ExitStack() as stack:
+        if resumed:
+            stack.enter_context(continued(config.run_dir))
         for each in (log, stop, finite, *watching):
             stack.callback(each.close)
         measuring, telling = [finite, *_measuring(config)], [*trackers, log, reporter, *watching, ModelHookCallback()]

@@ -1,17 +1,44 @@
 # ruff: noqa: TID253 - imported only when training starts
 """The trackers' own callbacks, made so that none of them can end the training."""
 
+import contextlib
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from transformers.integrations import get_reporting_integration_callbacks
 
-from tools.training.callbacks.tracker_runs import go_offline
+from tools.training.callbacks.tracker_runs import RUNS_FILE, go_offline
 
 logger = logging.getLogger(__name__)
+
+
+# What tells a tracker to go on with a run; the others do so by its name, or begin a new one.
+CONTINUED = {
+    "wandb": {"WANDB_RUN_ID": "{id}", "WANDB_RESUME": "allow"},
+    "swanlab": {"SWANLAB_RUN_ID": "{id}", "SWANLAB_RESUME": "allow"},
+}
+
+
+@contextlib.contextmanager
+def continued(run: Path) -> Iterator[None]:
+    """Within it, trackers go on with the runs that the directory `run` was reported to, unless the environment names
+    others."""
+    file, given = run / RUNS_FILE, os.environ.copy()
+    known = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else {}
+    for name in CONTINUED.keys() & known.keys():
+        for variable, value in CONTINUED[name].items():
+            os.environ.setdefault(variable, value.format_map(known[name]))
+    try:
+        yield
+    finally:
+        for variable in (variable for variables in CONTINUED.values() for variable in variables):
+            if variable not in given:
+                os.environ.pop(variable, None)
 
 
 class Guarded:
