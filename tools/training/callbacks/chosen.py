@@ -31,16 +31,16 @@ def chosen(config: "TrainConfig", run_name: str, *, resumed: bool = False) -> It
     from tools.training.callbacks.stop import StopCallback
     from tools.training.callbacks.trackers import continued, tracker_callbacks
 
-    trackers = tracker_callbacks(config.report.report_to, config.report.project, run_name)
-    reporter = ReporterCallback(config.model_dump(), report_to=[tracker.name for tracker in trackers])
-    theirs = [own(each.path, each.args) for each in config.report.callbacks]
-    log, stop, finite = LogCallback(), StopCallback(), NonFiniteCallback()
-    watching = _watching(config, stop)
     with contextlib.ExitStack() as stack:
         if resumed:
             stack.enter_context(continued(config.run_dir))
+        trackers = tracker_callbacks(config.report.report_to, config.report.project, run_name)
+        reporter = ReporterCallback(config.model_dump(), report_to=[tracker.name for tracker in trackers])
+        log, stop, finite = LogCallback(), StopCallback(), NonFiniteCallback()
+        watching = _watching(config, stop)
         for each in (log, stop, finite, *watching):
             stack.callback(each.close)
+        theirs = [own(each.path, each.args) for each in config.report.callbacks]
         measuring, telling = [finite, *_measuring(config)], [*trackers, log, reporter, *watching, ModelHookCallback()]
         yield Chosen([*measuring, *telling, *_keeping(config), *_stopping(config), *theirs, stop], stop)
 
