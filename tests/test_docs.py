@@ -11,8 +11,17 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _model_and_rows(_: Path, folder: Path) -> None:
+    """A model in `model`, with its tokenizer, and two dozen rows in `rows.jsonl`."""
+    from characters import save_llama, write_run
+
+    write_run(folder, save_llama(folder / "model", tied=True))
+
+
 # What lies in the folder where the blocks of a page run: made from a tiny Llama and that folder.
-BEFORE: dict[str, Callable[[Path, Path], None]] = {}
+BEFORE: dict[str, Callable[[Path, Path], None]] = {"configuration": _model_and_rows}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
