@@ -205,6 +205,11 @@ CHOICES = [
     ("NVIDIA H200", [], "bfloat16 weights, computed in bfloat16: NVIDIA H200 computes in bfloat16"),
     ("NVIDIA H200", ["method=full"], "float32 weights, computed in bfloat16: NVIDIA H200 computes in bfloat16, and"),
     ("NVIDIA H200", ["init_lora_weights=pissa"], "float32 weights, computed in bfloat16"),
+    (
+        None,
+        ["init_lora_weights=olora", "dtype=bfloat16"],
+        "bfloat16 weights, computed in bfloat16: model.dtype says so; olora r",
+    ),
     ("Tesla T4", [], "float16 weights, computed in float16: Tesla T4 computes in float16, and not in bfloat16"),
     ("Tesla T4", ["method=full"], "float32 weights, computed in float16"),
     ("Tesla T4", ["dtype=float32"], "float32 weights, computed in float32: model.dtype says so"),
