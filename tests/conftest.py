@@ -61,11 +61,10 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of two layers with a tokenizer of single characters."""
-    from runs import save_llama
+    from characters import save_llama
 
     folder = tmp_path_factory.mktemp("base")
-    save_llama(folder)
-    return folder
+    return save_llama(folder, tied=True)
 
 
 @pytest.fixture

@@ -7,34 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from characters import ROWS
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SFT = [{"prompt": f"what is {n}", "completion": f" it is {n + 1}"} for n in range(24)]
 PAIRS = [{"prompt": f"{n} and", "chosen": f" yes {n}", "rejected": f" no {n}!"} for n in range(24)]
-
-
-def save_tokenizer(folder: Path) -> int:
-    """Write a tokenizer of single characters; the size of its vocabulary."""
-    vocabulary = {token: n for n, token in enumerate(["<pad>", "<eos>", *map(chr, range(32, 127))])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return len(vocabulary)
-
-
-def save_llama(folder: Path) -> None:
-    """Write a llama of two layers with that tokenizer."""
-    sizes = {"vocab_size": save_tokenizer(folder), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def write_config(base: Path, folder: Path) -> Path:
     """A run of six steps that saves every second one; `output_dir` is RUN beside it."""
-    for name, rows in (("sft", SFT), ("pairs", PAIRS)):
+    for name, rows in (("sft", ROWS), ("pairs", PAIRS)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     training = {"output_dir": str(folder / "run"), "max_steps": 6, "save_steps": 2, "logging_steps": 1, "seed": 1}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}

@@ -13,7 +13,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from tools import logits
 from tools.checkpoint.errors import CheckpointError
+from tools.postprocess.convert_pissa import convert_pissa
 from tools.training.config import FinetuningArguments, ModelArguments, load_config
 from tools.training.model import check_quantization, outline
 from tools.training.precision import chosen_precision
@@ -74,17 +76,19 @@ def test_c5_every_initialisation_trains_and_resumes_to_the_same_adapter(
 
 
 @pytest.mark.parametrize("init", ["corda", "lora_ga"])
-def test_c5_what_looks_at_data_and_changes_the_base_starts_as_the_model_that_was_given(
+def test_c5_what_looks_at_data_and_changes_the_base_converts_to_plain_lora(
     untied: Path, tmp_path: Path, init: str
 ) -> None:
-    """W_res + s B0 A0 = W, so the initial adapter can be taken out again by the conversion."""
-    config = write_run(tmp_path, untied)
-    train(config, [f"init_lora_weights={init}", "calibration_rows=16", "learning_rate=0"])
-    run = tmp_path / "run"
-    initial = load_file(run / "pissa_init" / "adapter_model.safetensors")
-    trained = load_file(run / "checkpoint-4" / "adapter_model.safetensors")
-    assert all(torch.equal(initial[name], trained[name]) for name in initial)
-    assert any(tensor.abs().max() > 0 for name, tensor in initial.items() if "lora_B" in name)
+    train(write_run(tmp_path, untied), [f"init_lora_weights={init}", "calibration_rows=16"])
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    convert_pissa(run / "checkpoint-4", init=run / "pissa_init", output=plain)
+    expected, rows = logits.load(run / "checkpoint-4" / ".burnish" / "trained_logits.safetensors")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(untied), plain)
+    last = torch.stack([row[-1] for row in logits.logits(adapted, rows)])
+    torch.testing.assert_close(last, expected, rtol=0, atol=1e-4)
+    with adapted.disable_adapter():
+        untrained = torch.stack([row[-1] for row in logits.logits(adapted, rows)])
+    assert (untrained - expected).abs().max() > 0.01
 
 
 def refusal(model: Path, **finetuning) -> str:
@@ -201,6 +205,11 @@ CHOICES = [
     ("NVIDIA H200", [], "bfloat16 weights, computed in bfloat16: NVIDIA H200 computes in bfloat16"),
     ("NVIDIA H200", ["method=full"], "float32 weights, computed in bfloat16: NVIDIA H200 computes in bfloat16, and"),
     ("NVIDIA H200", ["init_lora_weights=pissa"], "float32 weights, computed in bfloat16"),
+    (
+        None,
+        ["init_lora_weights=olora", "dtype=bfloat16"],
+        "bfloat16 weights, computed in bfloat16: model.dtype says so; olora r",
+    ),
     ("Tesla T4", [], "float16 weights, computed in float16: Tesla T4 computes in float16, and not in bfloat16"),
     ("Tesla T4", ["method=full"], "float32 weights, computed in float16"),
     ("Tesla T4", ["dtype=float32"], "float32 weights, computed in float32: model.dtype says so"),

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SFT, rows, save_tokenizer, weights
+from characters import ROWS, save_tokenizer
+from runs import rows, weights
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -45,7 +46,7 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = config_of(request.param, save_tokenizer(folder))
     auto = AutoModelForImageTextToText if request.param == "qwen2-vl" else AutoModelForCausalLM
     auto.from_config(config).save_pretrained(folder)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SFT))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return folder
 
 

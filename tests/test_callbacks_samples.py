@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from characters import save_llama
 from plain_trainer import plain_trainer
-from runs import assert_same, forget_after, reward, rows, run_in, save_llama
+from runs import assert_same, forget_after, reward, rows, run_in
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tools.checkpoint.errors import CheckpointError
@@ -81,7 +82,7 @@ def test_b2_every_module_returns_to_the_mode_it_was_in(base: Path) -> None:
 
 
 def test_b2_samples_every_epoch_in_a_plain_trainer(tmp_path: Path) -> None:
-    save_llama(tmp_path)
+    save_llama(tmp_path, tied=True)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     samples = SamplesCallback(["a"], {"max_new_tokens": 3, "do_sample": False})
     epochs = {"max_steps": -1, "num_train_epochs": 2}

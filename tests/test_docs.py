@@ -1,6 +1,5 @@
 """Every command and every line of Python on the pages under docs/, run in the order in which they are read."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,22 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import save_llama, write_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def a_run_of_characters(tiny: Path, folder: Path) -> None:
-    """A model with a tokenizer, and run.yaml for four steps of it."""
-    save_llama(folder / "model")
-    groups = json.loads(write_config(folder / "model", folder).read_text())
-    groups["training"] |= {"output_dir": "run", "max_steps": 4}
-    (folder / "run.yaml").write_text(json.dumps(groups))
+def _model_and_rows(_: Path, folder: Path) -> None:
+    """A model in `model`, with its tokenizer, and two dozen rows in `rows.jsonl`."""
+    from characters import save_llama, write_run
+
+    write_run(folder, save_llama(folder / "model", tied=True))
 
 
 # What lies in the folder where the blocks of a page run: made from a tiny Llama and that folder.
-BEFORE: dict[str, Callable[[Path, Path], None]] = {"callbacks": a_run_of_characters}
+BEFORE: dict[str, Callable[[Path, Path], None]] = {"callbacks": _model_and_rows, "configuration": _model_and_rows}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)

@@ -112,3 +112,21 @@ def test_c10_the_command_marks_what_is_masked_where_there_is_no_terminal(config)
     assert "4 steps of 2 rows" in shown.output
     as_json = CliRunner().invoke(app, ["preview", str(config), "--json"])
     assert json.loads(as_json.stdout)["details"]["steps"] == 4
+
+
+def test_b3_the_best_model_is_loaded_with_only_one_strategy_given(config):
+    """Evaluated every second step, so saved every second step."""
+    best = [
+        "load_best_model_at_end=true",
+        "eval_strategy=steps",
+        "eval_steps=2",
+        f"eval_file={config.parent}/rows.jsonl",
+    ]
+    written = json.loads(config.read_text())
+    del written["training"]["save_steps"]
+    config.write_text(json.dumps(written))
+    report = train(config, best)
+    run = config.parent / "run"
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    state = json.loads((run / "checkpoint-4" / "trainer_state.json").read_text())
+    assert Path(state["best_model_checkpoint"]).name == report.details["checkpoint"]

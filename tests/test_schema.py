@@ -65,6 +65,30 @@ def test_c1_names_of_trainer_fields_are_known_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_c1_the_form_of_a_deployment_has_every_key_and_needs_no_torch():
+    code = (
+        "import sys; from flows.post_train import post_train; "
+        "form = post_train.parameters.properties['values']; "
+        "assert form['properties']['finetuning']['properties']['r']['description']; "
+        "assert form['properties']['training']['properties']['learning_rate']['type'] == 'number'; "
+        "assert not any(group['required'] for group in form['properties'].values()); "
+        "assert not {'torch', 'transformers', 'trl'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_c1_what_the_form_says_replaces_the_values_of_the_file():
+    from flows.post_train import as_overrides, post_train
+
+    values = {"finetuning": {"r": 4, "target_modules": ["q_proj"]}, "training": {"learning_rate": 1e-05}}
+    values["model"] = {"model_name_or_path": "m\U0001f600"}
+    parameters = post_train.validate_parameters({"config": "a.yaml", "values": values})
+    config = load_config(ROOT / "examples" / "sft.yaml", as_overrides(parameters["values"])).config
+    assert (config.finetuning.r, config.finetuning.target_modules) == (4, ["q_proj"])
+    assert float(config.training["learning_rate"]) == 1e-05
+    assert config.model.model_name_or_path == "m\U0001f600"
+
+
 def test_c1_show_prints_every_value_with_its_origin_and_is_a_configuration_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_TRAINING__SEED", "7")
     example = ROOT / "examples" / "sft.yaml"

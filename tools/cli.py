@@ -2,8 +2,10 @@
 
 import inspect
 import logging
+import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -159,12 +161,15 @@ def train(
     if show:
         from tools.training.show import as_yaml, shown
 
-        typer.echo(as_yaml(shown(config, overrides or ())))
+        with redirect_stdout(sys.stderr):  # libraries greet on import
+            groups = shown(config, overrides or ())
+        typer.echo(as_yaml(groups))
         raise typer.Exit
     from tools.training.train import train as run
 
     _log_to_stderr()
-    return run(config, overrides or ())
+    with redirect_stdout(sys.stderr):
+        return run(config, overrides or ())
 
 
 def preview(
@@ -182,7 +187,8 @@ def preview(
     from tools.training.preview import preview as look
 
     _log_to_stderr()
-    return look(config, overrides or (), batches=batches)
+    with redirect_stdout(sys.stderr):
+        return look(config, overrides or (), batches=batches)
 
 
 def _print_preview(report: Report) -> None:

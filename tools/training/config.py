@@ -102,7 +102,9 @@ class DataArguments(Group):
     """Which rows are trained on, and how long they may be."""
 
     train_file: ExpandedPath = Field(description="rows to train on: .jsonl, .json, .csv or .parquet")
-    eval_file: ExpandedPath | None = Field(default=None, description="rows to evaluate on, in one of the same forms")
+    eval_file: ExpandedPath | None = Field(
+        default=None, description="rows to evaluate on: at each save, if training.eval_strategy says nothing else"
+    )
     max_length: Annotated[int, Field(gt=1)] = Field(default=1024, description="tokens a row may have; the rest is cut")
     max_samples: Positive | None = Field(
         default=None, description="use only the first rows of each file, for a quick try"

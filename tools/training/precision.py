@@ -29,9 +29,14 @@ def chosen_precision(config: "TrainConfig") -> Precision:
     bfloat16 is preferred, float16 taken where the GPU has only that. Weights that are trained themselves stay in
     float32: at a usual learning rate a step is smaller than what a 16-bit weight can hold.
     """
-    asked = config.model.dtype
+    asked, init = config.model.dtype, config.finetuning.init_lora_weights
+    takes_a_part = config.finetuning.method == "lora" and changes_base(init)
     if asked != "auto":
-        return Precision(asked, asked == "bfloat16", asked == "float16", "model.dtype says so")
+        rounds = takes_a_part and asked != "float32"
+        why = "model.dtype says so" + (
+            f"; {init} rounds what it leaves of the base, float32 would not" if rounds else ""
+        )
+        return Precision(asked, asked == "bfloat16", asked == "float16", why)
     device, bf16 = _device()
     if device is None:
         return Precision("float32", False, False, "there is no GPU, and CPUs are no faster in 16 bits")
@@ -39,7 +44,7 @@ def chosen_precision(config: "TrainConfig") -> Precision:
     computes = f"{device} computes in {'bfloat16' if bf16 else 'float16, and not in bfloat16'}"
     if config.finetuning.method == "full":
         return Precision("float32", bf16, not bf16, f"{computes}, and trained weights need the digits of float32")
-    if changes_base(init := config.finetuning.init_lora_weights):
+    if takes_a_part:
         return Precision("float32", bf16, not bf16, f"{computes}, and {init} would round what it leaves of the base")
     return Precision(half, bf16, not bf16, computes)
 

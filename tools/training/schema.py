@@ -47,26 +47,27 @@ def make() -> str:
 
 
 def _training_properties() -> Schema:
-    """Each field that a stage's config class has and a configuration may give, with the words of its library."""
+    """Each field that a stage's config class has and a configuration may give: its type, and whose field it is."""
     from dataclasses import fields
     from typing import get_type_hints
 
     from tools.training.stages import STAGES, load_stage
-    from tools.training.trainer_arguments import allowed
+    from tools.training.trainer_arguments import allowed, owner
 
     found: Schema = {}
-    where: dict[str, list[str]] = {}
+    stages_of: dict[str, list[str]] = {}
     for stage in STAGES:
         arguments = load_stage(stage).ARGUMENTS
         types = get_type_hints(arguments)
         for field in fields(arguments):
             if field.name in allowed(arguments):
-                help_text = " ".join(str(field.metadata.get("help", "")).split())
-                found.setdefault(field.name, {"description": help_text, **_json_type(types[field.name])})
-                where.setdefault(field.name, []).append(stage)
-    for name, stages in where.items():
+                whose = owner(field.name, arguments)
+                about = {"description": f"a field of {whose.__name__} of {whose.__module__.partition('.')[0]}"}
+                found.setdefault(field.name, about | _json_type(types[field.name]))
+                stages_of.setdefault(field.name, []).append(stage)
+    for name, stages in stages_of.items():
         if len(stages) < len(STAGES):
-            found[name]["description"] = f"(stage {', '.join(stages)}) {found[name]['description']}".strip()
+            found[name]["description"] += f", stage {', '.join(stages)}"
     return dict(sorted(found.items()))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.training.config import GROUPS, Resolved, load_config
 from tools.training.config_rules import in_step
-from tools.training.trainer_arguments import allowed, trainer_arguments
+from tools.training.trainer_arguments import allowed, owner, trainer_arguments
 
 COLUMN = 56  # where the origins stand, if the value leaves room
 
@@ -55,7 +55,7 @@ def _training(resolved: Resolved, arguments: Mapping[str, Any], arguments_class:
         elif field.name in DECIDED_LATER:
             yield field.name, None, f"set by Burnish: {DECIDED_LATER[field.name]}"
         elif field.name in allowed(arguments_class):
-            yield field.name, _default(field), f"default ({_owner(field.name, arguments_class)})"
+            yield field.name, _default(field), f"default ({_library(field.name, arguments_class)})"
 
 
 # What depends on the machine on which the command runs.
@@ -75,10 +75,9 @@ def _default(field: "Field[Any]") -> Any:
     return field.default_factory() if field.default_factory is not MISSING else None
 
 
-def _owner(name: str, arguments_class: type) -> str:
+def _library(name: str, arguments_class: type) -> str:
     """The library whose class gives a field its default, such as `trl 1.16.0`."""
-    owner = next(kind for kind in arguments_class.__mro__ if name in vars(kind).get("__annotations__", ()))
-    library = owner.__module__.partition(".")[0]
+    library = owner(name, arguments_class).__module__.partition(".")[0]
     return f"{library} {version(library)}"
 
 

@@ -74,6 +74,11 @@ def allowed(arguments_class: type) -> frozenset[str]:
     return frozenset(field.name for field in fields(arguments_class) if field.init) - OWN.keys()
 
 
+def owner(name: str, arguments_class: type) -> type:
+    """The class, among the bases of a config class, that declares a field last."""
+    return next(kind for kind in arguments_class.__mro__ if name in vars(kind).get("__annotations__", ()))
+
+
 def choices(annotation: Any) -> list[str]:
     """What a field may be that has a fixed list of values, as `save_strategy` has."""
     enums = [kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, Enum)]
