@@ -84,7 +84,8 @@ def _result(output: Any) -> Any:
 
 
 def _save(args: Any, step: int, number: int, batch: Batch) -> Path:
-    path = Path(args.output_dir) / FOLDER / f"step-{step}-batch-{number}.safetensors"
+    process = f"-process-{args.process_index}" if args.world_size > 1 else ""
+    path = Path(args.output_dir) / FOLDER / f"step-{step}-batch-{number}{process}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().cpu().contiguous() for name, value in batch.items() if torch.is_tensor(value)}
     save_file(tensors, path, metadata={"step": str(step), "batch": str(number)})
