@@ -7,7 +7,7 @@ MODEL = .demo/model
 # Two threads for the real model; tests of tiny ones are faster with one.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help install model demo test test-fast torture lint format bench clean
+.PHONY: help install model demo test test-fast torture lint format schema bench clean
 
 help:
 	@echo "make demo       train, repair, package and prove a real model on this machine (some 5 minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-fast  without the real model and the server (under 2 minutes)"
 	@echo "make torture    steps killed and failed at every system call, power cuts, fuzzing (some 20 minutes)"
 	@echo "make lint       format, ruff, mypy, generated parts of the README"
+	@echo "make schema     the JSON schema and the reference of the configuration, from its groups and the stages"
 	@echo "make bench      ratios against cp and PEFT, measured side by side"
 
 install: $(INSTALLED)
@@ -48,12 +49,16 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/cog --check README.md
+	$(BIN)/cog --check README.md docs/configuration.md
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/cog -r README.md
+	$(BIN)/cog -r README.md docs/configuration.md
+
+schema: $(INSTALLED)
+	$(BIN)/python -m tools.training.schema
+	$(BIN)/cog -r docs/configuration.md
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py

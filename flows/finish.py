@@ -11,6 +11,7 @@ from tasks.postprocess import bundle_processor, convert_pissa, fix_valuehead, ve
 from tools.checkpoint.errors import CheckpointError, all_of
 from tools.checkpoint.layout import Checkpoint, checkpoints_in
 from tools.checkpoint.report import Report
+from tools.training.report_results import report_results
 
 
 def _name() -> str:
@@ -37,6 +38,8 @@ def finish(checkpoint: Path, base: Path | None = None, init: Path | None = None)
             reports += finish_checkpoint(each, base=base, init=init)
         except CheckpointError as error:  # the others are finished all the same
             damaged.append(error)
+    for run in (checkpoint, checkpoint.parent):
+        report_results(run)
     publish(reports, f"Finished: {checkpoint}")
     if damaged:
         raise all_of(damaged)

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: two threads on two busy cores are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,3 +56,32 @@ def smollm2() -> Path:
     path = Path(os.environ.get("BURNISH_MODEL", ".demo/model"))
     assert (path / "model.safetensors").is_file(), f"{path} is not there; run `make model`"
     return path
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of two layers with a tokenizer of single characters."""
+    from characters import save_llama
+
+    folder = tmp_path_factory.mktemp("base")
+    return save_llama(folder, tied=True)
+
+
+@pytest.fixture
+def config(base: Path, tmp_path: Path) -> Path:
+    """A run of six steps that saves every second one; `output_dir` is RUN beside it."""
+    from runs import write_config
+
+    return write_config(base, tmp_path)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> "Callable[[Any], None]":
+    """Let every run of the test call this callback too."""
+    from tools.training.callbacks import trackers
+
+    def add(callback: Any) -> None:
+        callback.name = "watch"
+        monkeypatch.setattr(trackers, "tracker_callbacks", lambda *_: [callback])
+
+    return add

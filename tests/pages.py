@@ -46,4 +46,16 @@ def models_with_heads(tiny: Path, folder: Path) -> None:
     actor_critic.aliased(actor_critic.build(), folder / "runs" / "ppo" / "checkpoint-500")
 
 
-BEFORE: dict[str, Callable[[Path, Path], None]] = {"adapters": a_run_to_train, "value-heads": models_with_heads}
+def a_model_and_rows(_: Path, folder: Path) -> None:
+    """A model in `model`, with its tokenizer, and two dozen rows in `rows.jsonl`."""
+    from characters import save_llama, write_run
+
+    write_run(folder, save_llama(folder / "model", tied=True))
+
+
+BEFORE: dict[str, Callable[[Path, Path], None]] = {
+    "adapters": a_run_to_train,
+    "callbacks": a_model_and_rows,
+    "configuration": a_model_and_rows,
+    "value-heads": models_with_heads,
+}

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerState, TrainingArguments
+from plain_trainer import Rows, plain_trainer
+from transformers import TrainerState
 
-from tools.training.callbacks import LogCallback, log
+from tools.training.callbacks import LogCallback, json_lines, log, memory
 
 
 def strict_rows(path: Path) -> list[dict[str, Any]]:
@@ -25,24 +25,6 @@ def strict_rows(path: Path) -> list[dict[str, Any]]:
         raise AssertionError(f"{token} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-
-
-class Rows(Dataset):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = (torch.arange(6) + index) % 30
-        return {"input_ids": ids, "labels": ids.clone()}
-
-
-def trainer(folder: Path, callback: LogCallback, **training: Any) -> Trainer:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
-    defaults = {"max_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no"}
-    fixed = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
-    args = TrainingArguments(**defaults | training, **fixed)
-    return Trainer(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[callback])
 
 
 def fake(folder: Path, step: int, *, total: int = 2400, tokens: int = 0) -> tuple[Any, Any, None]:
@@ -60,7 +42,7 @@ def test_the_package_is_imported_without_torch() -> None:
 
 
 def test_every_metric_of_a_run_is_in_the_log(tmp_path: Path) -> None:
-    training = trainer(
+    training = plain_trainer(
         tmp_path, LogCallback(), eval_strategy="steps", eval_steps=2, include_num_input_tokens_seen="all"
     )
     training.train()
@@ -82,13 +64,40 @@ def test_every_metric_of_a_run_is_in_the_log(tmp_path: Path) -> None:
 
 def test_an_evaluation_shows_its_progress_without_training(tmp_path: Path) -> None:
     callback = LogCallback()
-    training = trainer(tmp_path, callback, per_device_eval_batch_size=2)
+    training = plain_trainer(tmp_path, callback, per_device_eval_batch_size=2)
     training.evaluate()
     training.predict(Rows())
     callback.close()
     progress = [(row["predicted"], row["predictions"]) for row in written(tmp_path) if "predicted" in row]
     assert progress == [(n, 6) for n in range(1, 7)] * 2
     assert any("eval_loss" in row for row in written(tmp_path))
+
+
+def test_a6_what_a_prediction_measured_is_in_the_log(tmp_path: Path) -> None:
+    callback = LogCallback()
+    plain_trainer(tmp_path, callback).predict(Rows(), metric_key_prefix="predict")
+    callback.close()
+    assert written(tmp_path)[-1]["predict_loss"] > 0
+
+
+def test_a6_the_names_that_users_of_llama_factory_know(tmp_path: Path) -> None:
+    callback = LogCallback()
+    callback.on_train_begin(*fake(tmp_path, 0))
+    metrics = {"loss": 0.0, "learning_rate": 1e-4, "epoch": 0.5, "rewards/accuracies": 0.75, "reward": 1.5, "kl": 0.1}
+    callback.on_log(*fake(tmp_path, 10, total=100, tokens=640), logs={**metrics, "eval_other_loss": 2.0})
+    callback.close()
+    (row,) = written(tmp_path)
+    names = ("current_steps", "total_steps", "loss", "reward", "accuracy", "lr", "epoch", "percentage", "total_tokens")
+    assert tuple(row[name] for name in names) == (10, 100, 0.0, 1.5, 0.75, 1e-4, 0.5, 10.0, 640)
+    assert {"elapsed_time", "remaining_time", "throughput", "run_id", "time"} <= row.keys()
+    assert (row["kl"], row["eval_other_loss"]) == (0.1, 2.0)  # nothing is left out
+
+
+def test_a6_video_memory_is_told_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**31)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**32)
+    assert memory.memory() == {"vram_allocated": 2.0, "vram_reserved": 4.0}
 
 
 def test_lg_01_speed_is_measured_from_the_resumed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +194,41 @@ def test_rows_are_written_when_training_raises(tmp_path: Path) -> None:
     path = tmp_path / "train_log.jsonl"
     assert run_writer(path, "raise SystemExit(3)").wait() == 3
     assert len(strict_rows(path)) == 100
+
+
+def test_a6_a_part_of_a_row_that_fits_no_more_is_taken_back(tmp_path: Path) -> None:
+    """A full disk takes the beginning of a row; the next row must not be glued to it."""
+    path = tmp_path / "log"
+    limited = """
+import resource, signal, sys
+from pathlib import Path
+from tools.training.callbacks.json_lines import JsonLines
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+rows = JsonLines(Path(sys.argv[1]))
+rows.write({"current_steps": 1})
+rows.close()
+rows = JsonLines(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
+rows.write({"current_steps": 2})
+rows.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+rows = JsonLines(Path(sys.argv[1]))
+rows.write({"current_steps": 3})
+rows.close()
+"""
+    subprocess.run([sys.executable, "-c", limited, str(path)], check=True)
+    assert [row["current_steps"] for row in strict_rows(path)] == [1, 3]
+
+
+def test_a6_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_free = threading.Event()
+    monkeypatch.setattr(json_lines, "_append", lambda path, line: is_free.wait(60))
+    callback = LogCallback()
+    callback.on_train_begin(*fake(tmp_path, 0))
+    for step in (1, 2):
+        callback.on_log(*fake(tmp_path, step), logs={"loss": 1.0})  # returns though nothing is written
+    is_free.set()
+    callback.close()
 
 
 def test_no_writer_is_left_when_the_callback_is_dropped(tmp_path: Path) -> None:

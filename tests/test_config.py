@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tools.checkpoint.errors import CheckpointError
-from tools.training.config import GROUPS, fingerprint, load_config
+from tools.training.config import GROUPS, load_config
+from tools.training.fingerprint import fingerprint
 from tools.training.trainer_arguments import trainer_arguments
 
 RUN = """\
@@ -101,7 +102,8 @@ def test_an_override_without_a_value_is_refused(write):
         (
             ("  learning_rate: 1e-4", "report:\n  xyz: 1"),
             10,
-            "unknown key report.xyz; report has project, report_to, run_name",
+            "unknown key report.xyz; report has callbacks, gradient_norms, memory, project, report_to, "
+            "run_name, samples, samples_every",
         ),
         (("r: 4", "r: 4\n  r: 8"), 7, "r is given twice, first on line 6"),
         (("r: 4", "r: [4"), 7, "is not valid YAML: expected ',' or ']', but got ':'"),

@@ -11,8 +11,8 @@ from typing import Any
 import heads
 import pytest
 import torch
+from head_trainer import HEAD_NAMES, Flat, Wrapper, adapted, decoder, trainer
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from plain_trainer import HEAD_NAMES, Flat, Wrapper, adapted, decoder, trainer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from snapshots import state

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_trainer import Flat, Wrapper, adapted, decoder, trainer
+from head_trainer import Flat, Wrapper, adapted, decoder, trainer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer, TrainerCallback

@@ -15,6 +15,7 @@ from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from prefect.states import Scheduled
 from prefect.testing.utilities import prefect_test_harness
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flows.command import run_command, table
 from flows.finish import finish
@@ -227,3 +228,13 @@ def test_the_deployments_are_accepted_and_have_a_form():
     for deployment in (nightly, on_demand):
         form = deployment.parameter_openapi_schema["properties"]
         assert all(field["description"] for field in form.values())
+
+
+def test_lg_13_results_follow_to_the_tracker_of_the_run(config, tmp_path):
+    post_train(config, overrides=("report.report_to=tensorboard",))
+    events = EventAccumulator(str(tmp_path / "run" / "runs" / "arguments")).Reload()
+    (sent,) = events.Tensors("postprocessing/text_summary")
+    results = json.loads(sent.tensor_proto.string_val[0].decode().removeprefix("```json").removesuffix("```"))
+    steps_done = [receipt["step"] for receipt in results["finished/checkpoint-4"]]
+    assert "convert-pissa" in steps_done
+    assert events.Tensors("finetuning/text_summary")

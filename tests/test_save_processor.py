@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from plain_trainer import Flat, decoder, trainer
+from head_trainer import Flat, decoder, trainer
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoProcessor,

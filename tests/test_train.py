@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,104 +12,17 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from runs import assert_same, forget_after, reward, run_in, weights
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tools import logits
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
 from tools.training import state, value_head
-from tools.training.callbacks import initial_adapter, trackers
+from tools.training.callbacks import initial_adapter
 from tools.training.collate import PairCollator
 from tools.training.state import TrainingStopped
 from tools.training.train import train
-
-SFT = [{"prompt": f"what is {n}", "completion": f" it is {n + 1}"} for n in range(24)]
-PAIRS = [{"prompt": f"{n} and", "chosen": f" yes {n}", "rejected": f" no {n}!"} for n in range(24)]
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of two layers with a tokenizer of single characters."""
-    folder = tmp_path_factory.mktemp("base")
-    vocabulary = {token: n for n, token in enumerate(["<pad>", "<eos>", *map(chr, range(32, 127))])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    sizes = {"vocab_size": len(vocabulary), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def config(base: Path, tmp_path: Path) -> Path:
-    """A run of six steps that saves every second one; `output_dir` is RUN beside it."""
-    for name, rows in (("sft", SFT), ("pairs", PAIRS)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    training = {"output_dir": str(tmp_path / "run"), "max_steps": 6, "save_steps": 2, "logging_steps": 1, "seed": 1}
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
-    groups = {
-        "model": {"model_name_or_path": str(base)},
-        "data": {"train_file": str(tmp_path / "sft.jsonl")},
-        "finetuning": {"r": 2, "lora_dropout": 0.1},
-        "training": {**training, **sizes, "gradient_checkpointing": False},
-    }
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(groups))
-    return file
-
-
-def reward(config: Path) -> list[str]:
-    return ["finetuning.stage=reward", f"data.train_file={config.parent / 'pairs.jsonl'}"]
-
-
-def run_in(config: Path, name: str) -> str:
-    return f"training.output_dir={config.parent / name}"
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def assert_same(left: Path, right: Path) -> None:
-    ours, theirs = weights(left), weights(right)
-    assert ours
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-
-
-def forget_after(run: Path, step: int) -> None:
-    """The run as a kill after `step` leaves it: no later checkpoint, and the state of a process that is gone."""
-    for checkpoint in run.glob("checkpoint-*"):
-        if int(checkpoint.name.split("-")[1]) > step:
-            checkpoint.rename(run / f"gone-{checkpoint.name}")
-    file = run / ".burnish" / "train.json"
-    written = json.loads(file.read_text())
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    file.write_text(json.dumps({**written, "state": "running", "pid": ended.pid}))
-
-
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainerCallback], None]:
-    """Let every run of the test call this callback too."""
-
-    def add(callback: TrainerCallback) -> None:
-        callback.name = "watch"
-        monkeypatch.setattr(trackers, "tracker_callbacks", lambda *_: [callback])
-
-    return add
-
 
 METHODS = {
     "sft lora": ["finetuning.method=lora"],

@@ -2,8 +2,10 @@
 
 import inspect
 import logging
+import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,10 +34,16 @@ Which = Annotated[
 ]
 
 
-def add_command(step: Callable[..., Report], *, takes_checkpoint: bool = True, extra: str = "torch") -> None:
+def add_command(
+    step: Callable[..., Report],
+    *,
+    takes_checkpoint: bool = True,
+    extra: str = "torch",
+    show: Callable[[Report], None] | None = None,
+) -> None:
     """Make a step a command: its own parameters and those of every command, its Report printed, its errors one line.
 
-    `extra` is what to install when a library that the step uses is not there.
+    `extra` is what to install when a library that the step uses is not there; `show` prints the report for people.
     """
     name = step.__name__.replace("_", "-")
     signature = inspect.signature(step)
@@ -53,7 +61,9 @@ def add_command(step: Callable[..., Report], *, takes_checkpoint: bool = True, e
                 except (CheckpointError, OSError) as error:  # the next checkpoint of the run may be whole
                     exit_codes.append(_told(error, name, extra, verbose))
                     continue
-                if not quiet:
+                if not quiet and show and not json:
+                    show(report)
+                elif not quiet:
                     typer.echo(dumps(report.as_dict()) if json else report_text(report))
         except (CheckpointError, OSError, ModuleNotFoundError, KeyboardInterrupt) as error:
             exit_codes.append(_told(error, name, extra, verbose))
@@ -140,15 +150,51 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file.")
     ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print every value and where it came from, as YAML, and train nothing.")
+    ] = False,
 ) -> Report:
     """Train a model as CONFIG says: supervised fine-tuning or a reward model, resumed if it was interrupted.
 
     Example: tools train examples/sft.yaml training.max_steps=100 finetuning.r=16
     """
+    if show:
+        from tools.training.show import as_yaml, shown
+
+        with redirect_stdout(sys.stderr):  # libraries greet on import
+            groups = shown(config, overrides or ())
+        typer.echo(as_yaml(groups))
+        raise typer.Exit
     from tools.training.train import train as run
 
     _log_to_stderr()
-    return run(config, overrides or ())
+    with redirect_stdout(sys.stderr):
+        return run(config, overrides or ())
+
+
+def preview(
+    config: Annotated[Path, typer.Argument(help="YAML or JSON file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file.")
+    ] = None,
+    *,
+    batches: Annotated[int, typer.Option("--batches", metavar="N", help="How many batches are shown.")] = 1,
+) -> Report:
+    """Show what training by CONFIG would do: batches as the model sees them, what is trained, memory and steps.
+
+    Masked tokens are dim on a terminal and in «» elsewhere. No weights are loaded.
+    """
+    from tools.training.preview import preview as look
+
+    _log_to_stderr()
+    with redirect_stdout(sys.stderr):
+        return look(config, overrides or (), batches=batches)
+
+
+def _print_preview(report: Report) -> None:
+    from tools.training.preview import print_preview
+
+    print_preview(report)
 
 
 def _log_to_stderr() -> None:
@@ -164,6 +210,7 @@ def _log_to_stderr() -> None:
 for _step in STEPS:
     add_command(_step, takes_checkpoint=_step not in TAKES_RUN)
 add_command(train, takes_checkpoint=False, extra="train")
+add_command(preview, takes_checkpoint=False, extra="train", show=_print_preview)
 
 
 def _version(asked: bool) -> None:

@@ -32,6 +32,9 @@ def load_decoder(model: ModelArguments, dtype: str) -> Any:
     if checkpoint.kind == "adapter":
         problem = "an adapter with a value head, and training starts from a whole model"
         raise CheckpointError(checkpoint.path, problem, "merge it first: tools merge-adapter")
+    if model.quantization:
+        problem = f"{model.quantization} cannot be had with a model that has a value head"
+        raise CheckpointError("model.quantization", problem, "leave it out")
     settings = {
         "dtype": dtype,
         "attn_implementation": model.attn_implementation,

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from tools.checkpoint.journal import lock
 from tools.checkpoint.report import Report
 
 if TYPE_CHECKING:
-    from tools.training.callbacks import StopCallback
     from tools.training.config import TrainConfig
+    from tools.training.precision import Precision
     from tools.training.stages import Stage
     from tools.training.state import TrainState
 
@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 def train(config: Path, overrides: Sequence[str] = ()) -> Report:
     """Train a model as the configuration says; a run that was stopped or killed goes on from its last checkpoint."""
     began = time.monotonic()
-    _keep_quiet()
+    keep_quiet()
     from tools.training import state
-    from tools.training.config import fingerprint, load_config
+    from tools.training.config import load_config
+    from tools.training.fingerprint import fingerprint
     from tools.training.stages import load_stage
     from tools.training.trainer_arguments import trainer_arguments
 
@@ -50,8 +51,8 @@ def train(config: Path, overrides: Sequence[str] = ()) -> Report:
             return _report(run, last, changed=False, summary="already trained; nothing to do")
         resume = state.newest_complete(run)
         now = state.running(prints, _progress(resume)[0] if resume else 0, resume)
-        if resume and _is_last_step(resume):
-            done, loss = dataclasses.replace(now, state="finished"), None
+        if resume and _is_over(resume):
+            done, loss = dataclasses.replace(now, state="finished", checkpoint=_best_of(resume, resolved.config)), None
         else:
             with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # stdout is for the report alone
                 warnings.simplefilter("ignore", FutureWarning)  # of the libraries, to each other
@@ -73,29 +74,38 @@ def _run(
     from transformers import PrinterCallback, set_seed
 
     from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
+    from tools.training.callbacks.chosen import chosen
     from tools.training.callbacks.initial_adapter import require
-    from tools.training.model import chosen_dtype, load_tokenizer, prepare
+    from tools.training.model import check_quantization, load_tokenizer, prepare
+    from tools.training.precision import chosen_precision
     from tools.training.state import write_state
+    from tools.training.trainable import summary
 
     if resume and changes_base(config.finetuning.init_lora_weights):
         require(config.run_dir / INITIAL_ADAPTER)
-    dtype = chosen_dtype(config.model.dtype)
-    args = _trainer_args(config, stage, arguments, dtype)
+    check_quantization(config.model.quantization)
+    precision = chosen_precision(config)
+    logger.info("precision: %s", precision)
+    args = trainer_args(config, stage, arguments, precision)
     tokenizer = load_tokenizer(config.model)
     train_rows, eval_rows = _rows(config, stage, args, tokenizer)
-    decoder = stage.load_decoder(config.model, dtype).to(args.device)
-    args.use_cache = decoder.config.use_cache  # or the Trainer would write its own into config.json
+    decoder = stage.load_decoder(config.model, precision.weights)
+    if not config.model.quantization:
+        decoder = decoder.to(args.device)
+    args.use_cache = decoder.config.get_text_config().use_cache  # or the Trainer would write its own into config.json
 
     write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
-    model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER)
-    with _callbacks(config) as (callbacks, stop):
+    shown = _calibration(config, train_rows, tokenizer)
+    model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER, calibration=shown, resume=resume)
+    logger.info("trained: %s", summary(model))
+    with chosen(config, _run_name(config), resumed=resume is not None) as told:
         trainer = stage.build_trainer(
-            stage.build_model(model, config.model), args, train_rows, eval_rows, tokenizer, callbacks
+            stage.build_model(model, config.model), args, train_rows, eval_rows, tokenizer, told.callbacks
         )
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
         result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    stopped = stop.reason is not None and result.global_step < trainer.state.max_steps
+    stopped = told.stop.reason is not None and result.global_step < trainer.state.max_steps
     done = dataclasses.replace(
         now,
         state="stopped" if stopped else "finished",
@@ -105,26 +115,35 @@ def _run(
     return done, result.training_loss
 
 
-def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], dtype: str) -> Any:
-    """The stage's own config object: what the user wrote, over our defaults. Computes in the dtype of the weights."""
+def trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], precision: "Precision") -> Any:
+    """The stage's own config object: what the user wrote, over our defaults."""
     import torch
 
-    if dtype == "float16" and config.finetuning.method == "full":
-        raise CheckpointError(
-            "model.dtype", "float16 weights cannot be trained in full", "use float32 with training.fp16=true"
-        )
+    from tools.training.config_rules import in_step
+
     defaults = {
-        "bf16": dtype == "bfloat16",
-        "fp16": dtype == "float16",
+        "bf16": precision.bf16 and not arguments.get("fp16"),
+        "fp16": precision.fp16 and not arguments.get("bf16"),
         "use_cpu": not torch.accelerator.is_available(),
         "disable_tqdm": not sys.stderr.isatty(),
         "include_num_input_tokens_seen": "non_padding",
+        "logging_nan_inf_filter": False,
+        **in_step(arguments, config.data.eval_file is not None),
     }
     fixed = {**stage.DEFAULTS, "report_to": "none", "run_name": _run_name(config), "project": config.report.project}
     try:
         return stage.ARGUMENTS(**defaults | arguments | fixed)
     except (ValueError, OverflowError) as error:
         raise CheckpointError("training", " ".join(str(error).split())) from error
+
+
+def _calibration(config: "TrainConfig", rows: Any, tokenizer: Any) -> Any:
+    """The rows that the adapter's init looks at, if it looks at any."""
+    if config.finetuning.method == "full" or config.finetuning.init_lora_weights not in ("eva", "corda", "lora_ga"):
+        return None
+    from tools.training.calibration import Calibration
+
+    return Calibration(rows, tokenizer.pad_token_id, config.finetuning.calibration_rows)
 
 
 def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -136,30 +155,6 @@ def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> t
     eval_rows = stage.load_rows(config.data, tokenizer, "eval")
     logger.info("eval: %s", eval_rows.summary)
     return train_rows.dataset, eval_rows.dataset
-
-
-@contextlib.contextmanager
-def _callbacks(config: "TrainConfig") -> Iterator[tuple[list[Any], "StopCallback"]]:
-    """What belongs to every run, and what only some need; log and signal handlers are put in order when it ends.
-
-    None of them repairs a checkpoint: they keep what nobody could compute later.
-    """
-    from tools.checkpoint.adapters import changes_base
-    from tools.training.callbacks import (
-        InitialAdapterCallback,
-        LogCallback,
-        ReporterCallback,
-        StopCallback,
-        TrainedLogitsCallback,
-    )
-    from tools.training.callbacks.trackers import tracker_callbacks
-
-    trackers = tracker_callbacks(config.report.report_to, config.report.project, _run_name(config))
-    reporter = ReporterCallback(config.model_dump(), report_to=[tracker.name for tracker in trackers])
-    is_changed = config.finetuning.method == "lora" and changes_base(config.finetuning.init_lora_weights)
-    keepers = [*([InitialAdapterCallback()] if is_changed else []), TrainedLogitsCallback()]
-    with contextlib.closing(LogCallback()) as log, contextlib.closing(StopCallback()) as stop:
-        yield [*trackers, log, reporter, *keepers, stop], stop
 
 
 def _run_name(config: "TrainConfig") -> str:
@@ -188,10 +183,20 @@ def _progress(checkpoint: Path) -> tuple[int, int]:
     return written["global_step"], written["max_steps"]
 
 
-def _is_last_step(checkpoint: Path) -> bool:
-    """Resumed from there, the Trainer would do one step too many."""
+def _is_over(checkpoint: Path) -> bool:
+    """Whether training ended with this checkpoint: resumed from there, the Trainer would do one step too many."""
+    from tools.training.early_stopping import has_ended
+
     done, planned = _progress(checkpoint)
-    return done >= planned
+    return done >= planned or has_ended(checkpoint)
+
+
+def _best_of(checkpoint: Path, config: "TrainConfig") -> str:
+    """The checkpoint that a run ends with, as its last one tells: the best where the best was asked for."""
+    written = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    asked = config.finetuning.early_stopping_patience or config.training.get("load_best_model_at_end")
+    best = Path(written["best_model_checkpoint"] or checkpoint).name
+    return best if asked and (checkpoint.parent / best).is_dir() else checkpoint.name
 
 
 def _report(
@@ -203,7 +208,7 @@ def _report(
     return Report("train", str(run), changed, summary, details=details, seconds=round(seconds, 3))
 
 
-def _keep_quiet() -> None:
+def keep_quiet() -> None:
     """No usage statistics to the Hugging Face hub, and no progress bars where nobody sees them."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read when huggingface_hub is imported
     import huggingface_hub.constants

@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tools.training.callbacks.fix_valuehead import FixValueHeadModelCallback, fix_valuehead_checkpoint
+    from tools.training.callbacks.gradient_norms import GradientNormsCallback
     from tools.training.callbacks.initial_adapter import InitialAdapterCallback
     from tools.training.callbacks.log import LogCallback
+    from tools.training.callbacks.memory import MemoryCallback
+    from tools.training.callbacks.model_hook import ModelHookCallback
+    from tools.training.callbacks.non_finite import NonFiniteCallback
     from tools.training.callbacks.pissa_convert import PissaConvertCallback
     from tools.training.callbacks.reporter import ReporterCallback
+    from tools.training.callbacks.samples import SamplesCallback
     from tools.training.callbacks.save_processor import SaveProcessorCallback
     from tools.training.callbacks.stop import StopCallback
     from tools.training.callbacks.trained_logits import TrainedLogitsCallback
@@ -16,10 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FixValueHeadModelCallback",
+    "GradientNormsCallback",
     "InitialAdapterCallback",
     "LogCallback",
+    "MemoryCallback",
+    "ModelHookCallback",
+    "NonFiniteCallback",
     "PissaConvertCallback",
     "ReporterCallback",
+    "SamplesCallback",
     "SaveProcessorCallback",
     "StopCallback",
     "TrainedLogitsCallback",
@@ -29,10 +39,15 @@ __all__ = [
 
 _MODULES = {
     "FixValueHeadModelCallback": "fix_valuehead",
+    "GradientNormsCallback": "gradient_norms",
     "InitialAdapterCallback": "initial_adapter",
     "LogCallback": "log",
+    "MemoryCallback": "memory",
+    "ModelHookCallback": "model_hook",
+    "NonFiniteCallback": "non_finite",
     "PissaConvertCallback": "pissa_convert",
     "ReporterCallback": "reporter",
+    "SamplesCallback": "samples",
     "SaveProcessorCallback": "save_processor",
     "StopCallback": "stop",
     "TrainedLogitsCallback": "trained_logits",

@@ -19,7 +19,6 @@ from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
 from tools.checkpoint.errors import CheckpointError
 
 ADAPTER = "default"
-OTHER_INITS = ("corda", "lora_ga")  # these need calibration data
 
 
 class InitialAdapterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
@@ -54,12 +53,9 @@ def add_adapter(base: Any, config: LoraConfig, folder: Path) -> PeftModel:
 
     When it is there already, adapter and residual base are made from it instead of a second decomposition: the model is
     the same, bit for bit, as at the first start. The config names the init that was asked for, as PEFT's own does.
+    CorDA and LoRA-GA find at the layers what PEFT's preprocessing has left there.
     """
     init = str(config.init_lora_weights)
-    if init.startswith(OTHER_INITS):
-        raise CheckpointError(
-            "finetuning.init_lora_weights", f"{init} needs calibration data", "use pissa, pissa_niter_4 or olora"
-        )
     ordinary = copy(config)
     ordinary.init_lora_weights = True
     model = get_peft_model(base, ordinary, adapter_name=ADAPTER)
@@ -68,7 +64,7 @@ def add_adapter(base: Any, config: LoraConfig, folder: Path) -> PeftModel:
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, LoraLayer) and ADAPTER in layer.lora_A:
-                _subtract(layer) if folder.exists() else _decompose(layer, init)
+                _subtract(layer) if folder.exists() else _decompose(layer, init, config)
     model.peft_config[ADAPTER].init_lora_weights = init
     if not folder.exists():
         save(model, folder)
@@ -100,11 +96,26 @@ def require(folder: Path) -> None:
         )
 
 
-def _decompose(layer: LoraLayer, init: str) -> None:
+def _decompose(layer: LoraLayer, init: str, config: LoraConfig) -> None:
     if init.startswith("pissa"):
         layer.pissa_init(ADAPTER, init)
-    else:
+    elif init == "olora":
         layer.olora_init(ADAPTER)
+    else:
+        _decompose_from_data(layer, init, config)
+
+
+def _decompose_from_data(layer: LoraLayer, init: str, config: LoraConfig) -> None:
+    """A0 and B0 by PEFT, in float32; the residual as a later start computes it, to the last bit."""
+    weight = layer.get_base_layer().weight.data.clone()
+    if init == "corda":
+        layer.corda_init(ADAPTER, init)
+    else:
+        layer.lora_ga_init(ADAPTER, config.lora_ga_config)
+    for factors in (layer.lora_A, layer.lora_B):
+        factors[ADAPTER].weight.data = factors[ADAPTER].weight.data.float()
+    layer.get_base_layer().weight.data = weight
+    _subtract(layer)
 
 
 def _subtract(layer: LoraLayer) -> None:

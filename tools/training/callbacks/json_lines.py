@@ -1,5 +1,6 @@
 """A file of JSON lines that grows off the training thread, and keeps its history when training starts again."""
 
+import errno
 import json
 import logging
 import os
@@ -46,12 +47,21 @@ def _write_all(path: Path, records: "SimpleQueue[Mapping[str, Any] | None]") -> 
     failed = False
     while (record := records.get()) is not None:
         try:
-            with path.open("a", encoding="utf-8") as file:  # anew: a full disk costs only the rows meanwhile
-                file.write(json.dumps(record, allow_nan=False) + "\n")
+            _append(path, json.dumps(record, allow_nan=False) + "\n")
         except (OSError, ValueError, TypeError) as error:
             if not failed:
                 logger.warning("%s: a record was not written (%s); training goes on", path, error)
             failed = True
+
+
+def _append(path: Path, line: str) -> None:
+    """Opened anew each time, so that a full disk costs only the rows meanwhile; a part of a row is taken back."""
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        data = line.encode()
+        if file.write(data) < len(data):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def set_aside(path: Path) -> Path | None:
@@ -61,26 +71,34 @@ def set_aside(path: Path) -> Path | None:
     return path.rename(_free(path, "before"))
 
 
-def cut_after(path: Path, step: int) -> Path | None:
+def start(path: Path, step: int, key: str = "current_steps") -> None:
+    """Make ready to append what comes after `step`: from 0 on in a new file, the old one renamed, else behind the rows
+    up to `step`, with later ones moved aside. `key` is where a row holds its step.
+    """
+    if aside := cut_after(path, step, key) if step else set_aside(path):
+        logger.info("%s: earlier rows are kept in %s", path, aside.name)
+
+
+def cut_after(path: Path, step: int, key: str = "current_steps") -> Path | None:
     """Keep the rows up to `step`; those beyond it, and any half-written one, move to a file beside. None if there are
     none."""
     if not path.exists():
         return None
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= step]
+    kept = [line for line in lines if _step_of(line, key) <= step]
     if len(kept) == len(lines):
         return None
     beyond = _free(path, f"beyond-step-{step}")
-    _write(beyond, [line for line in lines if _step_of(line) > step])
+    _write(beyond, [line for line in lines if _step_of(line, key) > step])
     draft = path.with_name(f".{path.name}.draft")
     _write(draft, kept)
     draft.replace(path)
     return beyond
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: str, key: str) -> float:
     try:
-        return float(json.loads(line)["current_steps"]) if line.endswith("\n") else float("inf")
+        return float(json.loads(line)[key]) if line.endswith("\n") else float("inf")
     except (ValueError, KeyError, TypeError):
         return float("inf")
 

@@ -11,20 +11,26 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tools.training.callbacks.json_lines import JsonLines, cut_after, set_aside
+from tools.training.callbacks.json_lines import JsonLines, start
+from tools.training.callbacks.memory import memory
 from tools.training.callbacks.plain import strict
 from tools.training.progress import describe
 
 logger = logging.getLogger(__name__)
 
 LOG_FILE = "train_log.jsonl"
-GIB = 2**30
 # Name in the log <- names the trainers give it, the first that is there.
 NAMES = {
     "loss": ("loss",),
     "eval_loss": ("eval_loss",),
     "reward": ("reward", "rewards/chosen", "eval_rewards/chosen"),
-    "accuracy": ("rewards/accuracies", "eval_rewards/accuracies", "mean_token_accuracy", "eval_mean_token_accuracy"),
+    "accuracy": (
+        "rewards/accuracies",
+        "eval_rewards/accuracies",
+        "mean_token_accuracy",
+        "eval_mean_token_accuracy",
+        "eval_accuracy",
+    ),
     "lr": ("learning_rate",),
     "epoch": ("epoch",),
 }
@@ -64,10 +70,7 @@ class LogCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
         if not state.is_world_process_zero:
             return
         self.close()
-        path = self.path or Path(args.output_dir) / LOG_FILE
-        aside = cut_after(path, state.global_step) if state.global_step else set_aside(path)
-        if aside:
-            logger.info("%s: earlier rows are kept in %s", path, aside.name)
+        start(self.path or Path(args.output_dir) / LOG_FILE, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         self._write(args, state, logs or {})
@@ -88,8 +91,12 @@ class LogCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
             self._warned = True
             logger.warning("no eval_loss in evaluation metrics; check label_names")
 
-    def on_predict(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_predict(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **_: Any
+    ) -> None:
+        """The Trainer logs no prediction, so its metrics are written here."""
         self._predicted = 0
+        self._write(args, state, metrics or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
@@ -110,7 +117,7 @@ class LogCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
             **metrics,
             **self._progress(state),
             **{name: value for name, value in found.items() if value is not None},
-            **_memory(),
+            **memory(),
             "run_id": self.run_id,
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         }
@@ -144,14 +151,3 @@ def _length(dataloader: Any) -> int | None:
         return len(dataloader)
     except TypeError:  # a stream has no length
         return None
-
-
-def _memory() -> dict[str, float]:
-    import torch
-
-    if torch.cuda.is_available():
-        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        return {"vram_allocated": round(allocated / GIB, 3), "vram_reserved": round(reserved / GIB, 3)}
-    import psutil
-
-    return {"rss": round(psutil.Process().memory_info().rss / GIB, 3)}

@@ -1,10 +1,16 @@
-"""Any value as plain JSON types, and records that strict JSON can hold."""
+"""Any value as plain JSON types, records that strict JSON can hold, and nothing secret among them."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
+
+SECRET = re.compile(
+    r"(^|_)(api_?key|access_?key|private_?key|password|passwd|secrets?|credentials?)($|_)"
+    r"|^(?!(pad|eos|bos|unk|mask|sep|cls|image|video|audio)_).*(^|_)token$"
+)
 
 
 def plain(value: Any) -> Any:
@@ -34,3 +40,10 @@ def strict(record: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = plain(record)
     bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     return values | dict.fromkeys(bad) | ({"non_finite": bad} if bad else {})
+
+
+def without_secrets(value: Any) -> Any:
+    """The value without the keys, at any depth, that look like those of a secret."""
+    if isinstance(value, dict):
+        return {key: without_secrets(item) for key, item in value.items() if not SECRET.search(key.lower())}
+    return [without_secrets(item) for item in value] if isinstance(value, list) else value

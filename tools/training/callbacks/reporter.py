@@ -3,46 +3,46 @@
 
 import json
 import logging
-import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from tools.training.callbacks.plain import plain
+from tools.training.callbacks.plain import plain, without_secrets
+from tools.training.callbacks.tracker_runs import RUNS_FILE, TRACKERS, Groups
 
 logger = logging.getLogger(__name__)
 
-Groups = dict[str, Any]
-SECRET = re.compile(
-    r"(^|_)(api_?key|access_?key|private_?key|password|passwd|secrets?|credentials?)($|_)"
-    r"|^(?!(pad|eos|bos|unk|mask|sep|cls|image|video|audio)_).*(^|_)token$"
-)
-
 
 class ReporterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
-    """Sends argument groups, such as `{"model": ..., "data": ...}`, to each tracker that has a run, once, from the main
-    process: as plain JSON types, and without keys that look like a secret.
+    """Sends argument groups to each tracker that has a run, once, from the main process: as plain JSON types, and
+    without keys that look like a secret.
 
-    Trackers are those in `report_to`, by default that of the training arguments, and any other with a run of its own in
-    this process. One that has no run yet at train begin is asked again at the first step. A tracker that is missing,
-    has no run or fails costs one warning, and never the training.
+    A group is an object with fields, named by its class (`ModelArguments` is `model`), or a mapping of names to groups,
+    such as `{"model": ..., "data": ...}`. Trackers are those in `report_to`, by default that of the training arguments,
+    and any other with a run of its own in this process. One that has no run yet at train begin is asked again at the
+    first step. A tracker that is missing, has no run or fails costs one warning, and never the training.
+
+    What was sent, and where, is kept in `.burnish/trackers.json` of the output directory, so that results can follow.
     """
 
-    def __init__(self, groups: Mapping[str, Any], report_to: Sequence[str] | None = None):
-        self.groups: Groups = without_secrets(plain(groups))
+    def __init__(self, *groups: Any, report_to: Sequence[str] | None = None):
+        named: dict[str, Any] = {}
+        for group in groups:
+            named |= group if isinstance(group, Mapping) else {_name_of(group): group}
+        self.groups: Groups = without_secrets(plain(named))
         self.report_to = report_to
         self._waiting: list[str] = []
+        self._runs: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not state.is_world_process_zero:
             return
-        expected = [name for name in self._expected(args) if name in SENDERS]
+        expected = [name for name in self._expected(args) if name in TRACKERS]
         self._waiting = [name for name in expected if not self._send(name, args)]
-        for name in SENDERS.keys() - set(expected):
+        for name in TRACKERS.keys() - set(expected):
             if name in sys.modules and name != "tensorboard":  # that one is imported by many and has no run
                 self._send(name, args)
 
@@ -57,73 +57,23 @@ class ReporterCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def _send(self, name: str, args: Any) -> bool:
         """False when the tracker has no run yet. A failure is final, so it counts as sent."""
+        tracker = TRACKERS[name]
         try:
-            return SENDERS[name](self.groups, args)
+            run = tracker.current(args)
+            if run is None:
+                return False
+            tracker.update(run, self.groups)
+            self._keep(Path(args.output_dir) / RUNS_FILE, name, run)
         except Exception as error:  # whatever a tracker raises, a report is not worth the training
             logger.warning("%s: the arguments were not reported (%s: %s)", name, type(error).__name__, error)
-            return True
+        return True
+
+    def _keep(self, file: Path, name: str, run: Mapping[str, Any]) -> None:
+        self._runs[name] = dict(run)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"arguments": self.groups, "runs": self._runs}, indent=2), encoding="utf-8")
 
 
-def without_secrets(value: Any) -> Any:
-    """The value without the keys, at any depth, that look like those of a secret."""
-    if isinstance(value, dict):
-        return {key: without_secrets(item) for key, item in value.items() if not SECRET.search(key.lower())}
-    return [without_secrets(item) for item in value] if isinstance(value, list) else value
-
-
-def _to_wandb(groups: Groups, args: Any) -> bool:
-    import wandb
-
-    if wandb.run is None:
-        return False
-    wandb.run.config.update(groups, allow_val_change=True)
-    return True
-
-
-def _to_swanlab(groups: Groups, args: Any) -> bool:
-    import swanlab
-
-    if not swanlab.has_run():
-        return False
-    swanlab.config.update(groups)
-    return True
-
-
-def _to_trackio(groups: Groups, args: Any) -> bool:
-    import trackio
-
-    if trackio.context_vars.current_run.get() is None:
-        return False
-    trackio.config.update(groups)
-    return True
-
-
-def _to_tensorboard(groups: Groups, args: Any) -> bool:
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir) / "runs"
-    with SummaryWriter(log_dir=str(Path(folder) / "arguments")) as writer:
-        for name, group in groups.items():
-            writer.add_text(name, f"```json\n{json.dumps(group, indent=2)}\n```")
-    return True
-
-
-def _to_mlflow(groups: Groups, args: Any) -> bool:
-    import mlflow
-
-    if mlflow.active_run() is None:
-        return False
-    flat = {f"{group}.{key}": str(value)[:500] for group, values in groups.items() for key, value in values.items()}
-    items = list(flat.items())
-    for start in range(0, len(items), 100):  # as many as MLflow takes at once
-        mlflow.log_params(dict(items[start : start + 100]))
-    return True
-
-
-SENDERS: dict[str, Callable[[Groups, Any], bool]] = {
-    "wandb": _to_wandb,
-    "swanlab": _to_swanlab,
-    "trackio": _to_trackio,
-    "tensorboard": _to_tensorboard,
-    "mlflow": _to_mlflow,
-}
+def _name_of(group: Any) -> str:
+    name: str = type(group).__name__.removesuffix("Arguments").lower()
+    return name

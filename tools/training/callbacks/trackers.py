@@ -1,15 +1,44 @@
 # ruff: noqa: TID253 - imported only when training starts
 """The trackers' own callbacks, made so that none of them can end the training."""
 
+import contextlib
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from transformers.integrations import get_reporting_integration_callbacks
 
+from tools.training.callbacks.tracker_runs import RUNS_FILE, go_offline
+
 logger = logging.getLogger(__name__)
+
+
+# What tells a tracker to go on with a run; the others do so by its name, or begin a new one.
+CONTINUED = {
+    "wandb": {"WANDB_RUN_ID": "{id}", "WANDB_RESUME": "allow"},
+    "swanlab": {"SWANLAB_RUN_ID": "{id}", "SWANLAB_RESUME": "allow"},
+}
+
+
+@contextlib.contextmanager
+def continued(run: Path) -> Iterator[None]:
+    """Within it, trackers go on with the runs that the directory `run` was reported to, unless the environment names
+    others."""
+    file, given = run / RUNS_FILE, os.environ.copy()
+    known = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else {}
+    for name in CONTINUED.keys() & known.keys():
+        for variable, value in CONTINUED[name].items():
+            os.environ.setdefault(variable, value.format_map(known[name]))
+    try:
+        yield
+    finally:
+        for variable in (variable for variables in CONTINUED.values() for variable in variables):
+            if variable not in given:
+                os.environ.pop(variable, None)
 
 
 class Guarded:
@@ -39,28 +68,25 @@ class Guarded:
 def tracker_callbacks(names: Sequence[str], project: str, run_name: str) -> list[Guarded]:
     """A guarded callback for each tracker that is installed, and one warning for each that is not.
 
-    wandb is used offline when nobody is logged in, rather than asking for an account.
+    wandb and swanlab are used offline when nobody is logged in, rather than asking for an account.
     """
     os.environ.setdefault("WANDB_PROJECT", project)
     os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", project)
-    callbacks = []
+    callbacks: list[Guarded] = []
     for name in names:
         if find_spec(name) is None:
             logger.warning("%s is not installed; the run is not reported to it", name)
         else:
-            callbacks.append(Guarded(name, _callback(name, project, run_name)))
+            kind = type(f"Guarded_{name}", (Guarded,), {})  # the Trainer warns of two of one class
+            callbacks.append(kind(name, _callback(name, project, run_name)))
     return callbacks
 
 
 def _callback(name: str, project: str, run_name: str) -> Any:
-    if name == "swanlab":
+    if name in ("wandb", "swanlab"):
+        go_offline(name)
+    if name == "swanlab":  # that of transformers asks for functions which swanlab no longer has
         from swanlab.integration.transformers import SwanLabCallback
 
         return SwanLabCallback(project=project, experiment_name=run_name)
-    if name == "wandb":
-        import wandb
-
-        if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
-            os.environ["WANDB_MODE"] = "offline"
-            logger.info("wandb: nobody is logged in, so the run is kept offline; `wandb sync` sends it later")
     return get_reporting_integration_callbacks([name])[0]()
