@@ -1,7 +1,6 @@
 # ruff: noqa: TID253 - the groups subclass pydantic's BaseModel; only code that trains imports this module
 """Configuration of a training run: typed groups, and where each value came from."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from tools.checkpoint.errors import CheckpointError, all_of
 from tools.training.config_source import Given, read_file, read_overrides, unknown_key, wanted
+from tools.training.sources import digest, source_of
 
 REPORTERS = ("wandb", "swanlab", "trackio", "tensorboard", "mlflow")
 
@@ -37,7 +37,12 @@ def _expanded(text: str) -> str:
     return str(Path(text).expanduser()) if text.startswith("~") else text
 
 
-ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
+def _template(given: Path | str) -> Path | str:
+    """A file by its ending, else the name of a template."""
+    return Path(given).expanduser() if str(given).endswith(".jinja") else str(given)
+
+
+RowSource = Annotated[Path | str, AfterValidator(source_of)]
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -66,11 +71,20 @@ class ModelArguments(Group):
 class DataArguments(Group):
     """Which rows are trained on, and how long they may be."""
 
-    train_file: ExpandedPath = Field(description="rows to train on: .jsonl, .json, .csv or .parquet")
-    eval_file: ExpandedPath | None = Field(default=None, description="rows to evaluate on, in one of the same forms")
+    train_file: RowSource = Field(
+        description="rows to train on: .jsonl, .json, .csv, .parquet, a directory, or OWNER/NAME[:SPLIT] on the hub"
+    )
+    eval_file: RowSource | None = Field(default=None, description="rows to evaluate on, given like train_file")
+    subset: str | None = Field(default=None, description="configuration of a dataset on the hub that has several")
+    template: Annotated[Path | str, AfterValidator(_template)] | None = Field(
+        default=None, description="chat template: a name, or a .jinja file; by default the tokenizer's own"
+    )
     max_length: Annotated[int, Field(gt=1)] = Field(default=1024, description="tokens a row may have; the rest is cut")
     max_samples: Positive | None = Field(
         default=None, description="use only the first rows of each file, for a quick try"
+    )
+    packing: bool = Field(
+        default=False, description="put several rows into one sequence of max_length, none of which sees another"
     )
 
 
@@ -222,7 +236,7 @@ def fingerprint(config: TrainConfig) -> dict[str, str]:
     prints = {}
     for group in ("model", "data", "finetuning"):
         for key, value in getattr(config, group):
-            prints[f"{group}.{key}"] = _sha256(value) if isinstance(value, Path) else _canonical(value)
+            prints[f"{group}.{key}"] = digest(value) if isinstance(value, Path) else _canonical(value)
     for key, value in sorted(config.training.items()):
         if key not in WITHOUT_EFFECT:
             prints[f"training.{key}"] = _canonical(value)
@@ -237,11 +251,3 @@ def _canonical(value: Any) -> str:
         return f"{float(value):.17g}"
     except (TypeError, ValueError):
         return str(value)
-
-
-def _sha256(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({error.strerror})", "check the files under data") from None

@@ -127,13 +127,22 @@ def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, An
 
 def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The datasets to train on and to evaluate on, the second None when no evaluation is asked for."""
-    train_rows = stage.load_rows(config.data, tokenizer)
-    logger.info("train: %s", train_rows.summary)
+    train_rows = _loaded(config, stage, tokenizer, "train")
     if config.data.eval_file is None and args.eval_strategy == "no":
-        return train_rows.dataset, None
-    eval_rows = stage.load_rows(config.data, tokenizer, "eval")
-    logger.info("eval: %s", eval_rows.summary)
-    return train_rows.dataset, eval_rows.dataset
+        return train_rows, None
+    return train_rows, _loaded(config, stage, tokenizer, "eval")
+
+
+def _loaded(config: "TrainConfig", stage: "Stage", tokenizer: Any, split: str) -> Any:
+    """One dataset, its report in the log, none of its rows longer than the model."""
+    from tools.training.lengths import require_room
+    from tools.training.model import load_model_config
+
+    rows = stage.load_rows(config.data, tokenizer, split)
+    for line in rows.report:
+        logger.info("%s: %s", split, line)
+    require_room(rows.longest, rows.place, load_model_config(config.model))
+    return rows.dataset
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from tools.training.config import Resolved
 from tools.training.config_source import unknown_key, wanted
 
 _TOKENISED = "Burnish tokenises and masks the rows itself"
-_ROW_BY_ROW = "rows are padded, each its own sequence"
+_PACKING = "write data.packing"
 _OWN = {
     "report_to": "write report.report_to",
     "run_name": "write report.run_name",
@@ -29,10 +29,10 @@ _OWN = {
     "truncation_mode": _TOKENISED,
     "assistant_only_loss": _TOKENISED,
     "completion_only_loss": _TOKENISED,
-    "packing": _ROW_BY_ROW,
-    "packing_strategy": _ROW_BY_ROW,
-    "eval_packing": _ROW_BY_ROW,
-    "padding_free": _ROW_BY_ROW,
+    "packing": _PACKING,
+    "packing_strategy": _PACKING,
+    "eval_packing": _PACKING,
+    "padding_free": _PACKING,
 }
 _LENIENT = ConfigDict(arbitrary_types_allowed=True)  # some fields hold objects that no text can give
 

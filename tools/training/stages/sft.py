@@ -8,6 +8,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tools.training.collate import RowCollator
 from tools.training.data import load_sft as load_rows
+from tools.training.isolation import isolate
 
 __all__ = ["ARGUMENTS", "DEFAULTS", "build_trainer", "load_rows"]
 
@@ -19,13 +20,16 @@ DEFAULTS = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None
 def build_trainer(
     model: Any, args: SFTConfig, train_rows: Any, eval_rows: Any, tokenizer: Any, callbacks: Sequence[Any]
 ) -> SFTTrainer:
-    """An SFTTrainer that takes input_ids and labels of the rows as they are."""
+    """An SFTTrainer that takes input_ids and labels of the rows as they are, packed or one by one."""
+    if "seq_lengths" in train_rows.column_names:
+        isolate(model)
+    is_flash = "flash" in (model.config._attn_implementation or "")
     return SFTTrainer(
         model=model,
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
-        data_collator=RowCollator(tokenizer.pad_token_id),
+        data_collator=RowCollator(tokenizer.pad_token_id, single=is_flash),
         processing_class=tokenizer,
         callbacks=list(callbacks),
     )
