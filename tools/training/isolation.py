@@ -15,8 +15,8 @@ def isolate(model: Any) -> None:
     """Let the model tell packed rows apart by their positions while it trains, and make sure that it does.
 
     transformers builds the mask of packed rows from `position_ids` where there is neither `attention_mask` nor cache:
-    the mask of the batch, by which the trainer counts tokens, is kept from the model. Raises CheckpointError naming a model in which a
-    row still sees its neighbour, or stands at another position than alone: recurrent ones, and those without positions.
+    the mask of the batch, by which the trainer counts tokens, is kept from the model. Raises CheckpointError naming a
+    model in which a row sees its neighbour or reads otherwise than alone: recurrent ones, and those without positions.
     """
     check(model)
     model.register_forward_pre_hook(_by_positions, with_kwargs=True)

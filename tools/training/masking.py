@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tools.training.forms import Example, Text
+from tools.checkpoint.errors import CheckpointError
+from tools.training.forms import Conversation, Example, Text
 from tools.training.turns import Turn, closed, turns_of
 
 IGNORED = -100  # the label that PyTorch's cross-entropy leaves out of the loss
@@ -26,10 +27,24 @@ def mark(example: Example, tokenizer: Any, place: str) -> list[Marked]:
     where the template only ever appends. One that changes earlier turns, leaving out their thoughts perhaps, gives a
     text for each turn that reads otherwise later; the last one ends with the last turn.
     """
-    if isinstance(example, Text):
-        start = _opening(tokenizer) + example.prompt
-        text = start + example.completion + (tokenizer.eos_token or "")
-        return [Marked(text, ((len(start), len(text)),))]
+    texts = _of_text(example, tokenizer) if isinstance(example, Text) else _of_turns(example, tokenizer, place)
+    try:
+        for each in texts:
+            each.text.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            place, f"holds {error.object[error.start]!a}, half a character, which is no text"
+        ) from None
+    return texts
+
+
+def _of_text(example: Text, tokenizer: Any) -> list[Marked]:
+    start = _opening(tokenizer) + example.prompt
+    text = start + example.completion + (tokenizer.eos_token or "")
+    return [Marked(text, ((len(start), len(text)),))]
+
+
+def _of_turns(example: Conversation, tokenizer: Any, place: str) -> list[Marked]:
     turns = turns_of(example.messages, tokenizer, place)
     texts: list[Marked] = []
     while turns:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
 
+_LONGEST_CELL = 2**31 - 1  # csv's own limit of 128 KiB is less than a long text
+
 
 @dataclass(frozen=True)
 class Row:
@@ -76,6 +78,7 @@ def _parsed(text: str, file: Path, first_line: int) -> Any:
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
+        csv.field_size_limit(_LONGEST_CELL)
         reader = csv.DictReader(lines)
         try:
             for columns in reader:
