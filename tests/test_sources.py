@@ -193,15 +193,18 @@ def test_pairs_are_not_packed(tokenizer, tmp_path):
 
 
 def test_the_histogram_counts_every_row_in_few_lines():
-    assert histogram([3, 5, 8, 9, 40]) == [
-        " 1-4  tokens 1 ###############",
-        " 5-8  tokens 2 ##############################",
-        " 9-16 tokens 1 ###############",
-        "17-32 tokens 0",
-        "33-64 tokens 1 ###############",
+    assert histogram([4, 5, 8, 9, 64]) == [
+        " 4-6  tokens 2 ##############################",
+        " 7-10 tokens 2 ##############################",
+        "11-16 tokens 0",
+        "17-25 tokens 0",
+        "26-40 tokens 0",
+        "41-64 tokens 1 ###############",
     ]
-    assert histogram([7]) == ["1-8 tokens 1 ##############################"]
-    assert len(histogram(list(range(1, 100_000, 7)))) <= 8
+    assert histogram([7]) == ["7-7 tokens 1 ##############################"]
+    lines = histogram(list(range(1, 100_000, 7)))
+    assert len(lines) == 6
+    assert sum(int(line.split()[2]) for line in lines) == len(range(1, 100_000, 7))
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(max_position_embeddings=64), GPT2Config(n_positions=64)])

@@ -6,22 +6,19 @@ from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
 
-_BINS = 6
+_RANGES = 6
 _BAR = 30  # characters of the longest bar
 
 
 def histogram(lengths: Sequence[int]) -> list[str]:
-    """Some lines of text: how many rows have how many tokens, in ranges that grow by powers of two."""
-    top = max(lengths).bit_length()
-    first = max(min(lengths).bit_length() - 1, top - _BINS, 0)
-    bounds = [0, *(2**power for power in range(first + 1, top + 1))]
-    counts = [sum(low < length <= high for length in lengths) for low, high in pairwise(bounds)]
-    while len(counts) > 1 and not counts[-1]:
-        counts.pop()
-    widths = len(str(bounds[len(counts)])), len(str(max(counts)))
+    """Some lines of text: how many rows have how many tokens, in ranges that grow by one factor."""
+    low, high = min(lengths), max(lengths)
+    bounds = [low - 1, *sorted({round(low * (high / low) ** (step / _RANGES)) for step in range(1, _RANGES + 1)})]
+    counts = [sum(under < length <= upto for length in lengths) for under, upto in pairwise(bounds)]
+    widths = len(str(high)), len(str(max(counts)))
     return [
-        f"{low + 1:>{widths[0]}}-{high:<{widths[0]}} tokens {count:>{widths[1]}} {'#' * _bar(count, counts)}".rstrip()
-        for (low, high), count in zip(pairwise(bounds), counts, strict=False)
+        f"{under + 1:>{widths[0]}}-{upto:<{widths[0]}} tokens {count:>{widths[1]}} {'#' * _bar(count, counts)}".rstrip()
+        for (under, upto), count in zip(pairwise(bounds), counts, strict=True)
     ]
 
 
