@@ -56,9 +56,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="rows in a padded batch; a packed one has as many tokens")
     parser.add_argument("--batches", type=int, default=2, help="padded batches in each measurement")
     given = parser.parse_args()
-    padded, packed = sides(given)
     model = load_decoder(ModelArguments(model_name_or_path=given.model), "float32").train()
-    isolate(model)
+    padded, packed = sides(given, single=isolate(model))
     pairs = [(packed.tokens_per_second(model), padded.tokens_per_second(model)) for _ in range(PAIRS + 1)][1:]
     ratios = [fast / slow for fast, slow in pairs]
     could = padded.all / padded.real
@@ -69,12 +68,12 @@ def main() -> None:
     print(f"padded / real tokens is {could:.3f}: {statistics.median(ratios) / could:.2f} of what there is to gain")
 
 
-def sides(given: argparse.Namespace) -> tuple[Side, Side]:
+def sides(given: argparse.Namespace, *, single: bool) -> tuple[Side, Side]:
     """The same rows, in the order of a shuffled epoch, as padded batches and as packed ones."""
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=given.model))
     data = DataArguments(train_file=given.data, max_length=given.max_length)
     rows = list(load_sft(data, tokenizer).dataset.shuffle(seed=0).select(range(given.batch * given.batches)))
-    collator = RowCollator(tokenizer.pad_token_id)
+    collator = RowCollator(tokenizer.pad_token_id, single=single)
     sequences = pack(rows, given.max_length)
     longest = max(len(row["input_ids"]) for row in rows)
     together = max(1, given.batch * longest // given.max_length)

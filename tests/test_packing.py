@@ -16,9 +16,11 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl import SFTConfig
 
 from tools.checkpoint.errors import CheckpointError
+from tools.training import document_attention
 from tools.training.collate import RowCollator
 from tools.training.isolation import isolate
 from tools.training.packing import pack
@@ -123,6 +125,37 @@ def test_a_model_that_cannot_keep_rows_apart_is_refused_by_name(config: Any, pro
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(CheckpointError, match=rf"data\.packing: {problem}.*; train it with data\.packing=false"):
         isolate(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_stays_inside_the_rows_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+
+    def counted(module: Any, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        lengths.append(query.shape[2])
+        return sdpa_attention_forward(module, query, *rest, **options)
+
+    model = model_of(name)
+    assert isolate(model)
+    monkeypatch.setattr(document_attention, "sdpa_attention_forward", counted)
+    loss_and_gradients(model, pack(ROWS, 20), single=True)
+    assert sorted(lengths) == sorted(2 * [len(row["input_ids"]) for row in ROWS])
+
+
+def test_attention_row_by_row_is_not_saved_with_the_model(tmp_path: Any) -> None:
+    model = model_of("llama")
+    assert isolate(model)
+    model.save_pretrained(tmp_path)
+    assert "document" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_model_with_an_adapter_is_isolated(tmp_path: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model_of("llama"), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).train()
+    assert isolate(model)
+    row, one, other = ROWS[1], ROWS[0], row_of(5, 99)
+    assert torch.equal(logits_of(model, one, row)[1], logits_of(model, other, row)[1])
 
 
 def test_the_trial_leaves_the_model_and_the_random_numbers_as_they_were() -> None:

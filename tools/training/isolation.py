@@ -6,20 +6,23 @@ from typing import Any
 import torch
 
 from tools.checkpoint.errors import CheckpointError
+from tools.training.document_attention import use_document_attention
 
 _LENGTH = 8
-_ROUNDING = 16  # units in the last place of the largest logit
 
 
-def isolate(model: Any) -> None:
+def isolate(model: Any) -> bool:
     """Let the model tell packed rows apart by their positions while it trains, and make sure that it does.
 
     transformers builds the mask of packed rows from `position_ids` where there is neither `attention_mask` nor cache:
-    the mask of the batch, by which the trainer counts tokens, is kept from the model. Raises CheckpointError naming a
-    model in which a row sees its neighbour or reads otherwise than alone: recurrent ones, and those without positions.
+    the mask of the batch, by which the trainer counts tokens, is kept from the model. Returns whether it takes all rows
+    of a batch in one sequence. Raises CheckpointError naming a model in which a row sees its neighbour or reads
+    otherwise than alone: recurrent ones, and those without positions.
     """
+    takes_one = use_document_attention(model) or "flash" in (model.config._attn_implementation or "")
     check(model)
     model.register_forward_pre_hook(_by_positions, with_kwargs=True)
+    return takes_one
 
 
 def _by_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -45,7 +48,7 @@ def check(model: Any) -> None:
         raise _refused(name, f"does not take positions ({error})") from error
     finally:
         model.train(was_training)
-    tolerance = _ROUNDING * torch.finfo(alone.dtype).eps * alone.abs().max()
+    tolerance = torch.finfo(alone.dtype).eps ** 0.5 * alone.abs().max()  # rounding, through all the layers
     if (after[0] - after[1]).abs().max() > tolerance:
         raise _refused(name, "lets a packed row see its neighbour")
     if (after[0] - alone).abs().max() > tolerance:

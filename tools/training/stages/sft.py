@@ -21,15 +21,13 @@ def build_trainer(
     model: Any, args: SFTConfig, train_rows: Any, eval_rows: Any, tokenizer: Any, callbacks: Sequence[Any]
 ) -> SFTTrainer:
     """An SFTTrainer that takes input_ids and labels of the rows as they are, packed or one by one."""
-    if "seq_lengths" in train_rows.column_names:
-        isolate(model)
-    is_flash = "flash" in (model.config._attn_implementation or "")
+    takes_one = "seq_lengths" in train_rows.column_names and isolate(model)
     return SFTTrainer(
         model=model,
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
-        data_collator=RowCollator(tokenizer.pad_token_id, single=is_flash),
+        data_collator=RowCollator(tokenizer.pad_token_id, single=takes_one),
         processing_class=tokenizer,
         callbacks=list(callbacks),
     )
