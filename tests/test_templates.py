@@ -164,6 +164,15 @@ def test_pairs_end_with_their_answers_whatever_the_template_rewrites(tokenizer, 
     assert tokenizer.decode(pair["chosen_input_ids"]).endswith("<think></think>good<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("name", "split"), [("chatml", None), ("llama3", "<|eot_id|>, <|start_header_id|>, <|end_header_id|>")]
+)
+def test_tokens_of_a_template_that_the_tokenizer_has_not_are_named(tokenizer, write, name, split):
+    report = load_sft(write({"messages": said("q", "a")}, template=name), tokenizer).report
+    named = [line for line in report if line.startswith("the tokenizer splits")]
+    assert named == ([f"the tokenizer splits {split}, which the template writes"] if split else [])
+
+
 def test_a_template_of_a_file_replaces_the_tokenizers_and_is_saved_with_it(tokenizer, write, tmp_path):
     (tmp_path / "mine.jinja").write_text(BRACKETS)
     data = write({"messages": said("q", "a")}, template=str(tmp_path / "mine.jinja"))

@@ -16,7 +16,7 @@ from tools.training.masking import IGNORED, mark, tokenise
 from tools.training.packing import Columns, pack
 from tools.training.rows import Row
 from tools.training.sources import read_source
-from tools.training.templates import use_template
+from tools.training.templates import foreign_tokens, use_template
 
 Split = Literal["train", "eval"]
 
@@ -53,6 +53,7 @@ class _Given:
     rows: list[Row]
     form: Form
     has_template: bool
+    foreign: tuple[str, ...]  # tokens that the template writes and the tokenizer splits
 
     def examples(self) -> Iterator[tuple[str, Any]]:
         """The place of each row, and what it says."""
@@ -125,7 +126,8 @@ def _given(data: DataArguments, tokenizer: Any, split: Split, forms: Sequence[Fo
     if data.template is not None:
         use_template(tokenizer, data.template)
     rows = read_source(source, split=_HUB_SPLITS[split], subset=data.subset, limit=data.max_samples)
-    return _Given(source, rows, form_of(rows, forms), bool(tokenizer.chat_template))
+    foreign = tuple(foreign_tokens(tokenizer)) if data.template is not None else ()
+    return _Given(source, rows, form_of(rows, forms), bool(tokenizer.chat_template), foreign)
 
 
 def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
@@ -148,6 +150,7 @@ def _tokenised(
     report = [
         f"{given.source}: {len(kept)} rows, {cut} cut to {data.max_length} tokens, {total - len(kept)} dropped ({why})",
         _recognised(given, data),
+        *([f"the tokenizer splits {', '.join(given.foreign)}, which the template writes"] if given.foreign else []),
         *(f"{number} rows: {note}" for note, number in sorted(counts.items())),
         *_lengths([row.length for row in kept], longest.place),
     ]

@@ -5,6 +5,7 @@ whoever serves the model prompts it as it was trained. A package adds some by th
 the name of each, and an object that is the text, or the path of a .jinja file.
 """
 
+import re
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -14,6 +15,7 @@ from tools.checkpoint.errors import CheckpointError
 
 GROUP = "burnish.templates"
 _HERE = Path(__file__).parent
+_SPECIAL = re.compile(r"<[|｜][^<>|｜]+[|｜]>|<(?:start|end)_of_\w+>")  # noqa: RUF001 - DeepSeek's bars are wide
 _ASKED = [{"role": "user", "content": "?"}]
 
 
@@ -54,6 +56,12 @@ def use_template(tokenizer: Any, template: str | Path) -> None:
         raise CheckpointError(f"{template}:{error.lineno}", f"is not valid Jinja: {error.message}") from None
     except (TemplateError, TypeError, ValueError) as error:
         raise CheckpointError(template, f"cannot render a question of the user: {error}") from None
+
+
+def foreign_tokens(tokenizer: Any) -> list[str]:
+    """What looks like a special token in the tokenizer's template, and is several tokens to the tokenizer."""
+    written = dict.fromkeys(_SPECIAL.findall(tokenizer.chat_template))
+    return [token for token in written if len(tokenizer.encode(token, add_special_tokens=False)) > 1]
 
 
 def _added() -> dict[str, EntryPoint]:
