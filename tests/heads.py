@@ -107,3 +107,12 @@ LAYOUTS = {
         *(hard_linked, linked),
     )
 }
+
+
+def split(layout: str, tiny: Path, path: Path) -> Path:
+    """One of these with its head in a file of its own, and no record of how it got there."""
+    from tools.postprocess.fix_valuehead import fix_valuehead
+
+    fix_valuehead(LAYOUTS[layout](tiny, path))
+    shutil.rmtree(path / ".burnish")
+    return path

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tools.checkpoint import journal
 from tools.cli import app
 from tools.postprocess import STEPS
+from tools.postprocess.fix_valuehead import fix_valuehead
 
 runner = CliRunner()
 HEAVY = {"torch", "transformers", "peft", "trl", "prefect", "numpy", "pydantic", "wandb", "yaml"}
@@ -25,10 +26,12 @@ def test_help_imports_nothing_heavy() -> None:
     assert not HEAVY & set(loaded)
 
 
-@pytest.mark.parametrize("verb", ["fix-valuehead", "inspect", "bundle-processor", "convert-pissa"])
+@pytest.mark.parametrize("verb", ["fix-valuehead", "join-valuehead", "inspect", "bundle-processor", "convert-pissa"])
 def test_safetensors_are_handled_without_torch(verb: str, tiny: Path, tmp_path: Path) -> None:
     path = heads.sharded(tiny, tmp_path / "checkpoint")
     options = {"bundle-processor": ["--from", str(Path(__file__).parent / "fixtures" / "hf-reward-model")]}
+    if verb == "join-valuehead":
+        fix_valuehead(path)
     if verb == "convert-pissa":
         import adapters
 

@@ -23,10 +23,12 @@ from safetensors import SafetensorError, safe_open
 from snapshots import contents
 
 from tools.checkpoint import journal
+from tools.checkpoint.change import Change, Computed, TensorFile, stored
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
-from tools.checkpoint.heads import strip_wrappers
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import read_receipts
+from tools.checkpoint.rewrite import rewrite
+from tools.checkpoint.wrappers import strip_wrappers
 from tools.postprocess.fix_valuehead import fix_valuehead
 
 LAYOUTS = ("flat", "at_start_prefixed", "in_the_middle", "sharded")
@@ -211,6 +213,26 @@ def test_a_reader_reads_again_when_a_step_ends_meanwhile(
     assert len(reads) == 2
     assert reads[0].head is None
     assert opened.head is not None
+
+
+def test_an_output_is_never_made_of_two_states(tiny: Path, memory: Path) -> None:
+    """A step of another process ends while the source is copied: here, when one of its tensors is asked for."""
+    path = heads.at_start(tiny, memory / "checkpoint")
+
+    def plan(checkpoint: Checkpoint) -> Change:
+        assert checkpoint.model
+        first, *others = stored(checkpoint.model).items()
+
+        def read_late() -> list[bytes]:
+            fix_valuehead(path)
+            return [first[1].read()]
+
+        late = Computed(first[1].dtype, first[1].shape, first[1].nbytes, read_late, (first[1],))
+        return Change("copied", {"model.safetensors": TensorFile({first[0]: late, **dict(others)})})
+
+    with pytest.raises(CheckpointBusy, match="changed it while it was copied"):
+        rewrite("test", path, plan, output=memory / "output")
+    assert not (memory / "output").exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.header import build_header, read_header
 from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.inspect import inspect
 
 Recorded = Callable[[str], Path]
 HEAD_NAMES = {"v_head.summary.weight", "v_head.summary.bias"}
@@ -196,6 +197,22 @@ def test_checkpoints_that_trainers_wrote(name: str, recorded: Recorded) -> None:
     logits(path)
 
 
+@pytest.mark.parametrize("name", ["value_head.weight", "score.weight", "reward_head.weight"])
+def test_vh_09_heads_of_other_names(name: str, tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    weight = torch.linspace(-1, 1, 32)[None]
+    save_file(load_file(tiny / "model.safetensors") | {name: weight}, path / "model.safetensors")
+    shown = inspect(path).details["value head in the weights"]
+    assert shown.keys() == {name}
+    assert shown[name].startswith("F32 [1, 32] (")
+    assert "`tools fix-valuehead` splits it out" in shown[name]
+    fix_valuehead(path, output=tmp_path / "by name", head=name.split(".")[0])
+    fix_valuehead(path)
+    for split in (path, tmp_path / "by name"):
+        assert torch.equal(load_file(split / "value_head.safetensors")[name], weight)
+        assert torch.equal(logits(split), logits(tiny))
+
+
 def test_a_classifier_keeps_the_head_that_belongs_to_it(recorded: Recorded) -> None:
     path = recorded("hf-reward-model")
     before = state(path)
@@ -218,11 +235,6 @@ def test_names_that_only_resemble_a_head_stay(tiny: Path, tmp_path: Path) -> Non
     assert not fix_valuehead(path).changed
 
 
-def _with(path: Path, tiny: Path, extra: dict[str, torch.Tensor]) -> Path:
-    save_file(load_file(tiny / "model.safetensors") | extra, path / "model.safetensors")
-    return path
-
-
 def test_shards_behind_an_emptied_one_are_numbered_anew_and_keep_their_bytes(tiny: Path, tmp_path: Path) -> None:
     path = heads.head_in_a_shard_of_its_own(tiny, tmp_path / "checkpoint")
     before = {shard.name: shard.stat().st_ino for shard in path.glob("model-*")}
@@ -236,71 +248,6 @@ def test_shards_behind_an_emptied_one_are_numbered_anew_and_keep_their_bytes(tin
         for new, old in ((1, 1), (2, 3), (3, 4))
     }
     assert torch.equal(logits(path), logits(tiny))
-
-
-def test_two_candidate_heads_are_named_and_one_is_chosen(tiny: Path, tmp_path: Path) -> None:
-    path = heads.flat(tiny, tmp_path / "checkpoint")
-    _with(path, tiny, {"value_head.weight": torch.ones(1, 32), "score.weight": torch.ones(1, 32)})
-    before = state(path)
-    with pytest.raises(CheckpointError, match=r"several value heads: value_head.weight, score.weight; choose one"):
-        fix_valuehead(path)
-    assert state(path) == before
-    fix_valuehead(path, head="score")
-    assert load_file(path / "value_head.safetensors").keys() == {"score.weight"}
-    assert "value_head.weight" in load_file(path / "model.safetensors")
-
-
-REFUSED = {
-    "un-gathered": ({"v_head.summary.weight": torch.ones(0)}, r"v_head.summary.weight has 0 elements: .*ZeRO-3"),
-    "half prefixed": (
-        {"pretrained_model.a": torch.ones(1), "v_head.weight": torch.ones(1, 32)},
-        r"only a part of the names have a wrapper prefix: lm_head.weight, pretrained_model.a",
-    ),
-    "twice": (
-        {"v_head.weight": torch.ones(1, 32), "module.v_head.weight": torch.ones(1, 32)},
-        r"the value head is there twice",
-    ),
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_is_not_understood_is_refused_by_name(why: str, tiny: Path, tmp_path: Path) -> None:
-    extra, message = REFUSED[why]
-    path = _with(heads.flat(tiny, tmp_path / "checkpoint"), tiny, extra)
-    before = state(path)
-    with pytest.raises(CheckpointError, match=message):
-        fix_valuehead(path)
-    assert state(path) == before
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "value_head.safetensors"])
-def test_vh_12_a_partitioned_placeholder_is_no_head(name: str, tiny: Path, tmp_path: Path) -> None:
-    path = heads.flat(tiny, tmp_path / "checkpoint")
-    placeholder = {"v_head.summary.weight": torch.ones(0), "v_head.summary.bias": torch.ones(1)}
-    save_file({**load_file(tiny / "model.safetensors"), **placeholder} if "model" in name else placeholder, path / name)
-    before = state(path)
-    with pytest.raises(CheckpointError, match=r"weight has 0 elements: looks like an un-gathered ZeRO-3"):
-        fix_valuehead(path)
-    assert state(path) == before
-
-
-def test_two_labels_are_no_value_head(tiny: Path, tmp_path: Path) -> None:
-    path = _with(heads.flat(tiny, tmp_path / "checkpoint"), tiny, {"score.weight": torch.ones(2, 32)})
-    assert not fix_valuehead(path).changed
-    with pytest.raises(CheckpointError, match=r"one output, and these are score.weight \[2, 32\]"):
-        fix_valuehead(path, head="score")
-
-
-def test_a_head_file_with_other_values_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:
-    path = heads.flat(tiny, tmp_path / "checkpoint")
-    other = {name: tensor + 1 for name, tensor in heads.HEAD.items()}
-    save_file(other, path / "value_head.safetensors")
-    before = state(path)
-    with pytest.raises(CheckpointError, match=r"differ from what value_head.safetensors holds"):
-        fix_valuehead(path)
-    assert state(path) == before
-    save_file(heads.HEAD, path / "value_head.safetensors")
-    assert fix_valuehead(path).edited == ("model.safetensors",)
 
 
 def test_a_checkpoint_without_weights_is_refused(recorded: Recorded) -> None:

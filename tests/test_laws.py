@@ -20,6 +20,7 @@ from tools.checkpoint.report import Report
 from tools.postprocess.bundle_processor import bundle_processor
 from tools.postprocess.convert_pissa import convert_pissa
 from tools.postprocess.fix_valuehead import fix_valuehead
+from tools.postprocess.join_valuehead import join_valuehead
 
 Step = Callable[..., Report]
 Case = tuple[Path, Step]
@@ -29,11 +30,34 @@ def _valuehead(layout: str) -> Callable[[Path, Path], Case]:
     return lambda tiny, folder: (heads.LAYOUTS[layout](tiny, folder / "checkpoint"), fix_valuehead)
 
 
+def _joined(layout: str) -> Callable[[Path, Path], Case]:
+    return lambda tiny, folder: (heads.split(layout, tiny, folder / "checkpoint"), join_valuehead)
+
+
 def _pissa(tiny: Path, folder: Path) -> Case:
     run = adapters.train(tiny, folder)
 
     def step(checkpoint: Path, **options: Any) -> Report:
         return convert_pissa(checkpoint, init=run.init, **options)
+
+    return run.adapter, step
+
+
+def _pissa_less_rank(tiny: Path, folder: Path) -> Case:
+    run = adapters.train(tiny, folder)
+
+    def step(checkpoint: Path, **options: Any) -> Report:
+        return convert_pissa(checkpoint, init=run.init, max_rank=4, **options)
+
+    return run.adapter, step
+
+
+def _pissa_of_two_bases(tiny: Path, folder: Path) -> Case:
+    run = adapters.train(tiny, folder)
+    shutil.rmtree(run.init)
+
+    def step(checkpoint: Path, **options: Any) -> Report:
+        return convert_pissa(checkpoint, base=str(tiny), residual=run.residual, **options)
 
     return run.adapter, step
 
@@ -47,7 +71,10 @@ def _bundle(tiny: Path, folder: Path) -> Case:
 
 CASES = {
     **{f"fix-valuehead-{layout}": _valuehead(layout) for layout in heads.LAYOUTS},
+    **{f"join-valuehead-{layout}": _joined(layout) for layout in ("flat", "at_start", "sharded", "pickled")},
     "convert-pissa": _pissa,
+    "convert-pissa --max-rank": _pissa_less_rank,
+    "convert-pissa --residual": _pissa_of_two_bases,
     "bundle-processor": _bundle,
 }
 
@@ -263,7 +290,7 @@ def test_a_failure_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path:
 
 
 # torch writes a `.bin`, and a process that runs torch is not forked.
-@pytest.mark.parametrize("case", [name for name in CASES if name != "fix-valuehead-pickled"], indirect=True)
+@pytest.mark.parametrize("case", [name for name in CASES if not name.endswith("-pickled")], indirect=True)
 def test_a_kill_at_any_file_operation_leaves_old_or_new(case: Case, tmp_path: Path) -> None:
     checkpoint, step = case
     old, finished = contents(checkpoint), set()

@@ -83,7 +83,7 @@ def load_model(path: Path, base: Path | None = None) -> Any:
     if checkpoint.config is None:
         raise CheckpointError(path, "has no config.json", "copy it from the base model")
     try:
-        with _quiet():
+        with quiet():
             model, loading = AutoModelForCausalLM.from_pretrained(
                 path, dtype="auto", output_loading_info=True, local_files_only=True
             )
@@ -106,7 +106,7 @@ def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
     model = load_model(path)
     config = PeftConfig.from_pretrained(checkpoint.path)
     config.init_lora_weights = True
-    with _quiet():
+    with quiet():
         model = PeftModel.from_pretrained(model, checkpoint.path, config=config)
     assert checkpoint.adapter is not None
     expected, found = set(get_peft_model_state_dict(model)), set(checkpoint.adapter.tensors)
@@ -116,7 +116,7 @@ def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars, advice and deprecations while a model loads; what matters is checked afterwards."""
     from transformers.utils import logging
 

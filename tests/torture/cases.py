@@ -126,6 +126,9 @@ def all_cases(tiny: Path) -> dict[str, Callable[[], Case]]:
         add(f"fix-valuehead {layout} --copy", [build], (*split, "--copy"))
         add(f"fix-valuehead {layout} --output", [build], (*split, *output), made)
         add(f"undo fix-valuehead {layout}", [build, _split], back)
+    join = ("join-valuehead", "{}/checkpoint")
+    for layout in ("flat", "sharded"):
+        add(f"join-valuehead {layout}", [layouts[layout], _split, _forgotten], join)
     convert = ("convert-pissa", "{}/checkpoint", "--init", "{}/pissa_init", "--base", os.fspath(tiny))
     add("convert-pissa", [trained], convert)
     add("convert-pissa --output", [trained], (*convert, *output), made)
@@ -152,6 +155,11 @@ def _split(path: Path) -> None:
     from tools.postprocess.fix_valuehead import fix_valuehead
 
     fix_valuehead(path)
+
+
+def _forgotten(path: Path) -> None:
+    """No step has been here."""
+    shutil.rmtree(path / ".burnish")
 
 
 def _convert(path: Path) -> None:

@@ -41,6 +41,7 @@ def export(
         try:
             written = _build(checkpoint, change, partial)
             check_written(partial, change)
+            _refuse_mixture(checkpoint)
             write_receipt(partial, {**receipt, "id": 1, "files": list(change.files), "source": source})
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -62,6 +63,13 @@ def export(
         written=names,
         bytes_written=written,
     )
+
+
+def _refuse_mixture(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointBusy when another process changed the source while it was copied."""
+    if journal.generation(checkpoint.path) != checkpoint.generation:
+        problem = "another process changed it while it was copied, so the copy is thrown away"
+        raise CheckpointBusy(checkpoint.path, problem, "try again")
 
 
 def check_output(checkpoint: Checkpoint, change: Change, output: Path, overwrite: bool) -> None:

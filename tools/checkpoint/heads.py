@@ -1,61 +1,46 @@
-"""Value heads: the layouts that training frameworks write, and how one is recognised by names and shapes."""
+"""Value heads among the tensors of a checkpoint: found by names and shapes, and the one to act on chosen."""
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.head_layouts import HeadLayout, layouts_for
 from tools.checkpoint.header import Tensor
-
-# What torch.compile, DDP, FSDP and TRL's wrapper put before the name of every parameter they hold.
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "pretrained_model.")
-# Suffixes of `config.architectures` whose model has the head as a part of its own.
-_WITH_HEAD = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "CriticModel")
-
-
-@dataclass(frozen=True)
-class HeadLayout:
-    """How one family of frameworks names a linear head of one output: weight [1, hidden], bias [1] where it has one."""
-
-    frameworks: str
-    prefix: str
-    has_bias: bool
-
-    def shape_matches(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor called `prefix.weight` or `prefix.bias` has the shape of a head with one output."""
-        return len(shape) == 2 and shape[0] == 1 if name.endswith(".weight") else shape == (1,) and self.has_bias
-
-
-LAYOUTS = (
-    HeadLayout("TRL, LLaMA-Factory", "v_head.summary", has_bias=True),
-    HeadLayout("DeepSpeed-Chat, InternLM2", "v_head", has_bias=False),
-    HeadLayout("OpenRLHF", "value_head", has_bias=False),
-    HeadLayout("reward models", "reward_head", has_bias=True),
-    HeadLayout("sequence and token classifiers, OpenRLHF", "score", has_bias=True),
-)
+from tools.checkpoint.wrappers import bare_names
 
 
 @dataclass(frozen=True)
 class Head:
-    """A value head found among tensors. `names` maps its names on disk to those without wrapper prefixes."""
+    """A value head found among tensors.
+
+    `names` maps its names on disk to those without wrapper prefixes, `companions` those of tensors that the framework
+    saves beside it (trlx: the frozen layers of the reference model). `declared`: the architecture has it as a part of
+    its own. `outputs`: how many numbers it gives, one for a value head.
+    """
 
     layout: HeadLayout
     names: Mapping[str, str]
     declared: bool
+    companions: Mapping[str, str] = field(default_factory=dict)
+    outputs: int = 1
 
     @property
     def label(self) -> str:
         """What `--head` calls it: the first component of its names."""
-        return self.layout.prefix.split(".")[0]
+        return self.layout.label
+
+    def described(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Framework, and dtype and shape of each tensor, for a report."""
+        shapes = {bare: f"{tensors[name].dtype} {list(tensors[name].shape)}" for name, bare in self.names.items()}
+        return {"framework": self.layout.frameworks, **shapes}
 
 
-def strip_wrappers(name: str) -> str:
-    """The name of a parameter without the wrapper prefixes in front of it."""
-    while prefix := next((w for w in WRAPPERS if name.startswith(w)), None):
-        name = name.removeprefix(prefix)
-    return name
+def some(names: Iterable[str]) -> str:
+    """Names as a sentence holds them: up to four, else two and how many more."""
+    names = list(names)
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 def architectures_of(config: Mapping[str, Any] | None) -> list[str]:
@@ -65,16 +50,25 @@ def architectures_of(config: Mapping[str, Any] | None) -> list[str]:
 
 
 def find_heads(tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> tuple[Head, ...]:
-    """Every head of a documented layout; `declared` when the architecture in `config` has one of its own."""
-    declared = any(name.endswith(_WITH_HEAD) for name in architectures_of(config))
-    heads = []
-    for layout in LAYOUTS:
-        pattern = re.compile(rf"{re.escape(layout.prefix)}\.(weight|bias)")
-        names = {n: bare for n in tensors if pattern.fullmatch(bare := strip_wrappers(n))}
-        shapes_match = all(layout.shape_matches(n, tensors[n].shape) or not tensors[n].elements for n in names)
-        if names and shapes_match and any(n.endswith(".weight") for n in names):
-            heads.append(Head(layout, names, declared))
-    return tuple(heads)
+    """Every head of a documented layout, those with several outputs too."""
+    layouts = layouts_for(config)
+    starts = tuple({start for layout in layouts for start in (f"{layout.prefix}.", *layout.companions)})
+    bare = {name: inner for name, inner in bare_names(tensors).items() if inner.startswith(starts)}
+    found = (_head_of(layout, bare, tensors, config) for layout in layouts)
+    return tuple(head for head in found if head)
+
+
+def _head_of(
+    layout: HeadLayout, bare: Mapping[str, str], tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None
+) -> Head | None:
+    names = {name: inner for name, inner in bare.items() if layout.shape_of(inner)}
+    outputs = layout.outputs((inner, tensors[name].shape) for name, inner in names.items())
+    if outputs is None:
+        return None
+    architectures = architectures_of(config)
+    declared = layout.in_adapter or any(name.endswith(layout.declared_by) for name in architectures)
+    companions = {n: inner for n, inner in bare.items() if layout.companions and inner.startswith(layout.companions)}
+    return Head(layout, names, declared, companions, outputs)
 
 
 def choose_head(
@@ -82,40 +76,40 @@ def choose_head(
 ) -> Head | None:
     """The one head to act on; None when there is none, or when it belongs to the model and `wanted` does not name it.
 
-    Raises CheckpointError when there are several and none is `wanted`, or when `wanted` is not a head of one output.
+    Raises CheckpointError when there are several and none is `wanted`, when `wanted` is not a head, and when the head
+    is there twice or with tensors that no layout has.
     """
-    heads = find_heads(tensors, config)
+    found = find_heads(tensors, config)
     if wanted:
-        chosen = [head for head in heads if wanted in (head.label, head.layout.prefix)]
-        if not chosen:
-            raise CheckpointError(path, f"no value head called {wanted}; {_near(tensors, wanted)}")
-        heads = tuple(chosen)
+        heads = [head for head in found if wanted in (head.label, head.layout.prefix)]
+        if not heads:
+            raise CheckpointError(path, f"no value head called {wanted}; {_near(tensors, config, wanted)}")
     else:
-        heads = tuple(head for head in heads if not head.declared)
+        heads = [head for head in found if not head.declared and head.outputs == 1]
     if len(heads) > 1:
         names = ", ".join(name for head in heads for name in head.names)
         raise CheckpointError(path, f"several value heads: {names}", "choose one with --head")
-    if heads and len(set(heads[0].names.values())) < len(heads[0].names):
-        raise CheckpointError(path, f"the value head is there twice: {', '.join(heads[0].names)}")
+    for head in heads:
+        _refuse_odd_names(path, tensors, head, found)
     return heads[0] if heads else None
 
 
-def _near(tensors: Mapping[str, Tensor], wanted: str) -> str:
-    shapes = [f"{n} {list(t.shape)}" for n, t in tensors.items() if strip_wrappers(n).startswith(f"{wanted}.")]
-    if shapes:
-        return f"a value head has one output, and these are {', '.join(shapes)}"
-    return f"known names are {', '.join(layout.prefix for layout in LAYOUTS)}"
+def _refuse_odd_names(path: Path, tensors: Mapping[str, Tensor], head: Head, found: tuple[Head, ...]) -> None:
+    all_names = {**head.names, **head.companions}
+    if len(set(all_names.values())) < len(all_names):
+        twice = [name for name, inner in all_names.items() if list(all_names.values()).count(inner) > 1]
+        raise CheckpointError(path, f"the value head is there twice: {', '.join(twice)}", "keep one of the two")
+    known = {name for each in found for name in each.names}
+    odd = [n for n, inner in bare_names(tensors).items() if inner.startswith(f"{head.label}.") and n not in known]
+    if odd:
+        problem = f"{', '.join(odd)} beside {', '.join(head.names)}: no known head has such a tensor"
+        raise CheckpointError(path, problem, "split it by hand, or report the framework")
 
 
-def wrapper_of(path: Path, names: Iterable[str]) -> str:
-    """The wrapper prefix that all these names share, empty for none.
-
-    Raises CheckpointError when only some of them have it: what the rest means is not known.
-    """
-    by_prefix: dict[str, str] = {}
-    for name in names:
-        by_prefix.setdefault(name.removesuffix(strip_wrappers(name)), name)
-    if len(by_prefix) > 1:
-        examples = ", ".join(sorted(by_prefix.values()))
-        raise CheckpointError(path, f"only a part of the names have a wrapper prefix: {examples}")
-    return next(iter(by_prefix), "")
+def _near(tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, wanted: str) -> str:
+    alike = [name for name, inner in bare_names(tensors).items() if inner.startswith(f"{wanted}.")]
+    if alike:
+        shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in alike[:8])
+        return f"a value head has one output, and these are {shapes}"
+    labels = dict.fromkeys(layout.label for layout in layouts_for(config))
+    return f"known names are {', '.join(labels)}"

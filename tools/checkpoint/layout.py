@@ -88,6 +88,7 @@ class Checkpoint:
     processor_files: tuple[str, ...]
     training_state: tuple[str, ...]
     recovered: str | None = None
+    generation: int | None = None  # of the state that was read, see journal.generation
 
     @classmethod
     def open(cls, path: Path | str, *, accept_run: bool = False) -> "Checkpoint":
@@ -121,7 +122,7 @@ class Checkpoint:
             recovered = journal.recover(path) or recovered
             generation = journal.generation(path)
             try:
-                checkpoint, problem = cls.read(path, recovered=recovered), None
+                checkpoint, problem = cls.read(path, recovered=recovered, generation=generation), None
             except (CheckpointError, OSError) as error:
                 problem = error
             if generation is not None and generation == journal.generation(path):
@@ -130,7 +131,7 @@ class Checkpoint:
                 return checkpoint
 
     @classmethod
-    def read(cls, path: Path, *, recovered: str | None = None) -> "Checkpoint":
+    def read(cls, path: Path, *, recovered: str | None = None, generation: int | None = None) -> "Checkpoint":
         """Read the directory as it is, whatever it holds; `open` is the way in."""
         names = {entry.name for entry in path.iterdir()}
         config, adapter_config = (_read_object(path / n) for n in ("config.json", "adapter_config.json"))
@@ -147,6 +148,7 @@ class Checkpoint:
             processor_files=tuple(name for name in PROCESSOR_FILES if name in names),
             training_state=tuple(sorted(filter(TRAINING_STATE.fullmatch, names))),
             recovered=recovered,
+            generation=generation,
         )
 
     @property

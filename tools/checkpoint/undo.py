@@ -71,8 +71,9 @@ def _refuse(checkpoint: Path, receipt: Mapping[str, Any], kept: Path) -> None:
         raise CheckpointError(checkpoint, f"was made by {what}, so there is nothing before it", "remove the directory")
     if not kept.is_dir():
         raise CheckpointError(checkpoint, f"what {what} kept was freed", "it cannot be undone")
-    for name, known in receipt["files"].items():
-        if fingerprint(checkpoint / name) != known:
+    latest = {name: known for each in read_receipts(checkpoint) for name, known in each["files"].items()}
+    for name in receipt["files"]:
+        if fingerprint(checkpoint / name) != latest[name]:  # where a later step was undone, as that left it
             problem = f"has changed since {what}, or was copied without its times"
             raise CheckpointError(checkpoint / name, problem, "undoing the step would destroy that")
         if is_there(kept / f"{name}.head") and is_shared(checkpoint / name):

@@ -1,15 +1,23 @@
 """Value head: split out of the model weights into a file of its own."""
 
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tools.checkpoint.change import Change, Content, Stored, TensorFile, refuse_ungathered, renamed, same_bytes, stored
+from tools.checkpoint.change import Change, Content, Source, TensorFile, refuse_ungathered, renamed, stored
+from tools.checkpoint.config_files import missing_config
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import Head, architectures_of, choose_head, find_heads, strip_wrappers, wrapper_of
+from tools.checkpoint.gathered_adapter import GatheredAdapter, adapter_files, gathered_adapter
+from tools.checkpoint.head_files import refuse_contradictions, refuse_other_values
+from tools.checkpoint.heads import Head, architectures_of, choose_head, find_heads, some
 from tools.checkpoint.layout import Checkpoint, Weights
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
+from tools.checkpoint.wrappers import bare_names, inner_wrappers, wrapper_of
 from tools.postprocess.options import CheckpointDir, DryRun, OutputDir, Overwrite
 
 
@@ -26,59 +34,84 @@ def fix_valuehead(
     safetensors: Annotated[
         bool, typer.Option("--safetensors", help="Write safetensors where the source is .bin.")
     ] = False,
+    config_from: Annotated[
+        Path | None,
+        typer.Option(help="Copy config.json and generation_config.json from this model, where they are missing."),
+    ] = None,
 ) -> Report:
     """Split the value head out of the model weights, so that the model loads as a plain causal LM.
 
     The head of a PPO or reward model goes to value_head.safetensors (value_head.bin beside a .bin), under its own
-    names; the decoder keeps its names, without the `pretrained_model.` that a ZeRO-3 save puts before them. Tensors
+    names; the decoder keeps its names, without what DDP, FSDP, torch.compile, ZeRO-3 saves of TRL, trlx and
+    DeepSpeed-Chat put into them. A LoRA adapter among the gathered weights becomes adapter_model.safetensors. Tensors
     keep their bytes and dtypes. In place only headers are edited where the head lies at either end of a shard.
 
     Example: tools fix-valuehead runs/ppo/checkpoint-500
     """
+    options = {
+        "head": head,
+        "safetensors": safetensors,
+        "config_from": os.path.relpath(config_from, checkpoint) if config_from else None,
+    }
     return rewrite(
         "fix-valuehead",
         checkpoint,
-        lambda source: _plan(source, head, safetensors),
+        lambda source: _plan(source, head, safetensors, config_from),
         output=output,
         overwrite=overwrite,
         dry_run=dry_run,
         copy=copy,
-        options={**({"head": head} if head else {}), **({"safetensors": True} if safetensors else {})},
+        options={name: value for name, value in options.items() if value},
     )
 
 
-def _plan(source: Checkpoint, wanted: str | None, safetensors: bool) -> Change:
+def _plan(source: Checkpoint, wanted: str | None, safetensors: bool, config_from: Path | None) -> Change:
     refuse_ungathered(source)
+    refuse_contradictions(source)
     model = source.model
-    if model is None and not source.weights:
-        raise CheckpointError(source.path, "holds no weights", "consolidate it first if it is a sharded training state")
-    head = choose_head(source.path, model.tensors, source.config, wanted) if model else None
     if model is None:
+        if not source.weights:
+            remedy = "consolidate it first if it is a sharded training state"
+            raise CheckpointError(source.path, "holds no weights", remedy)
         return Change(_why_nothing(source))
-    head_names = head.names if head else {}
-    decoder = [name for name in model.tensors if name not in head_names]
-    if head is None and source.head is None and any(strip_wrappers(name) == name for name in decoder):
-        return Change(_why_nothing(source))
-    wrapper = wrapper_of(source.path / model.name, decoder)
-    _refuse_adapter_tensors(source, [name.removeprefix(wrapper) for name in decoder])
-    names: dict[str, str | None] = {name: name.removeprefix(wrapper) for name in decoder}
-    is_bin = model.name.endswith(".bin")
-    files = renamed(model, names | dict.fromkeys(head_names), _as_safetensors if is_bin and safetensors else str)
+    head = _chosen(source, model, wanted)
+    own = {**head.names, **head.companions} if head else {}
+    wrapper, decoder = _decoder(source, model, own)
+    suffix = ".bin" if model.name.endswith(".bin") and not safetensors else ".safetensors"
+    adapter = gathered_adapter(source, source.path / model.name, decoder)
+    files: dict[str, Content | None] = {}
+    if adapter:
+        files |= adapter_files(source, adapter, suffix)
+    elif head or any(name != inner for name, inner in decoder.items()):
+        files |= renamed(model, decoder | dict.fromkeys(own), str if model.name.endswith(suffix) else _as_safetensors)
     if head:
-        files |= _head_file(source, model, head, ".bin" if is_bin and not safetensors else ".safetensors")
-    if not files:
+        files |= _head_file(source, model, own, suffix)
+    config = missing_config(source, config_from) if decoder and not adapter else {}
+    if not files and not config:
         return Change(_why_nothing(source))
-    return Change(_summary(source, head, wrapper, decoder), files, _details(model, head), frozenset(head_names))
+    gone = {*own, *(adapter.base if adapter else ()), *(adapter.names if adapter and source.adapter else ())}
+    summary = _summary(source, head, wrapper, decoder, adapter, config)
+    details = {"head": head.described(model.tensors)} if head else {}
+    return Change(summary, {**files, **config}, details, frozenset(gone))
 
 
-def _why_nothing(source: Checkpoint) -> str:
-    if source.head:
-        return f"the value head is in {source.head.name} already; nothing to do"
-    own = find_heads(source.model.tensors, source.config) if source.model else ()
-    if own:
-        names, architecture = ", ".join(own[0].names), ", ".join(architectures_of(source.config))
-        return f"{names} belongs to {architecture}; nothing to do (--head {own[0].label} splits it out)"
-    return "no value head in the weights; nothing to do"
+def _chosen(source: Checkpoint, model: Weights, wanted: str | None) -> Head | None:
+    """The head to split; None as well where the head file holds the wanted one already and the weights do not."""
+    if wanted and source.head:
+        split, left = (find_heads(weights.tensors, source.config) for weights in (source.head, model))
+        if wanted in {head.label for head in split} - {head.label for head in left}:
+            return None
+    return choose_head(source.path, model.tensors, source.config, wanted)
+
+
+def _decoder(source: Checkpoint, model: Weights, own: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The wrapper before the names of the decoder, and what each of them is without wrappers."""
+    bare = {name: inner for name, inner in bare_names(model.tensors).items() if name not in own}
+    wrapped = [name for name, inner in bare.items() if name != inner]
+    is_wrapped = own or source.head or len(wrapped) == len(bare)
+    if not is_wrapped and all(name.startswith("module.") for name in wrapped):  # a part of the model is called so
+        return "", {name: name for name in bare}
+    return wrapper_of(source.path / model.name, bare, own), bare
 
 
 def _as_safetensors(name: str) -> str:
@@ -86,45 +119,68 @@ def _as_safetensors(name: str) -> str:
     return name.replace("pytorch_model", "model", 1).replace(".bin", ".safetensors", 1)
 
 
-def _head_file(source: Checkpoint, model: Weights, head: Head, suffix: str) -> dict[str, Content | None]:
+def _head_file(source: Checkpoint, model: Weights, own: Mapping[str, str], suffix: str) -> dict[str, Content | None]:
     """The file of the head; nothing when it is there already, with the same bytes."""
-    tensors: dict[str, Stored] = {bare: stored(model)[name] for name, bare in head.names.items()}
+    tensors: dict[str, Source] = {bare: stored(model)[name] for name, bare in own.items()}
     if source.head is None:
         return {f"value_head{suffix}": TensorFile(tensors)}
-    present = stored(source.head)
-    if present.keys() != tensors.keys() or not all(same_bytes(tensors[name], present[name]) for name in tensors):
-        raise CheckpointError(
-            source.path,
-            f"{', '.join(head.names)} in the weights differ from what {source.head.name} holds",
-            "keep one of the two: move the file away if the weights are newer",
-        )
+    refuse_other_values(source, tensors, stored(source.head))
     return {}
 
 
-def _refuse_adapter_tensors(source: Checkpoint, names: list[str]) -> None:
-    inside = next((name for name in names if name.startswith("base_model.model.")), None)
-    if inside:
-        assert source.model is not None
-        raise CheckpointError(source.path / source.model.name, f"{inside} belongs to an adapter, not to a causal LM")
+def _why_nothing(source: Checkpoint) -> str:
+    if source.head:
+        return f"the value head is in {source.head.name} already; nothing to do"
+    for weights in (w for w in (source.model, source.adapter) if w):
+        for head in find_heads(weights.tensors, source.config):
+            names, architecture = ", ".join(head.names), ", ".join(architectures_of(source.config))
+            if head.layout.in_adapter:
+                return f"{names} belongs to the adapter; nothing to do"
+            how = f"(--head {head.label} splits it out)"
+            if head.outputs > 1:
+                return f"{names}: {head.outputs} outputs, so no value head; nothing to do {how}"
+            return f"{names} belongs to {architecture}; nothing to do {how}"
+    return "no value head in the weights; nothing to do"
 
 
-def _summary(source: Checkpoint, head: Head | None, wrapper: str, decoder: list[str]) -> str:
+def _summary(
+    source: Checkpoint,
+    head: Head | None,
+    wrapper: str,
+    decoder: Mapping[str, str],
+    adapter: GatheredAdapter | None,
+    config: Mapping[str, object],
+) -> str:
     parts = []
     if head:
-        parts.append(f"value head split out ({', '.join(head.names.values())})")
-    if wrapper:
-        parts.append(f"{wrapper} dropped from {len(decoder)} names")
+        parts.append(f"value head split out ({some(head.names.values())})")
+        if head.companions:
+            parts.append(f"{len(head.companions)} tensors of the reference model (frozen_head.) kept beside it")
+    for dropped, count in _dropped(wrapper, decoder).items():
+        parts.append(f"{dropped} dropped from {count} names")
+    if adapter:
+        base = f"; {len(adapter.base)} tensors of its base left out" if adapter.base else ""
+        parts.append(f"{len(adapter.names)} tensors of the LoRA adapter under the names of PEFT{base}")
+    if config:
+        parts.append(f"{' and '.join(config)} copied from the base")
     if not decoder and source.adapter is None:
         parts.append("only the head was saved here, no decoder")
     if head is None and source.head is None:
         parts.append("there is no value head")
-    if decoder and source.config is None and source.adapter is None:
-        parts.append("config.json is missing here: copy it from the base model")
+    if decoder and head and (head.declared or "rwtransformer." in wrapper):
+        parts.append(_headless(source))
+    if decoder and not (source.config or source.adapter_config or config):
+        parts.append("config.json is missing here: copy it with --config-from the base model")
     return "; ".join(parts)
 
 
-def _details(model: Weights, head: Head | None) -> dict[str, object]:
-    if head is None:
-        return {}
-    shapes = {bare: f"{model.tensors[n].dtype} {list(model.tensors[n].shape)}" for n, bare in head.names.items()}
-    return {"head": {"framework": head.layout.frameworks, **shapes}}
+def _dropped(wrapper: str, decoder: Mapping[str, str]) -> dict[str, int]:
+    """What was taken out of how many names: the wrapper before all of them, and those inside some."""
+    inner = Counter(part for name in decoder for part in set(inner_wrappers(name.removeprefix(wrapper))))
+    return ({wrapper: len(decoder)} if wrapper else {}) | dict(sorted(inner.items()))
+
+
+def _headless(source: Checkpoint) -> str:
+    names = ", ".join(architectures_of(source.config))
+    still = f", and config.json still names {names}" if names else ""
+    return f"what remains has no lm_head of its own: AutoModel loads it{still}"

@@ -4,9 +4,11 @@ from collections import Counter
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import architectures_of, find_heads
-from tools.checkpoint.layout import Checkpoint, Weights, checkpoints_in
+from tools.checkpoint.heads import Head, architectures_of, find_heads
+from tools.checkpoint.layout import HEAD_FILES, Checkpoint, Weights, checkpoints_in
 from tools.checkpoint.report import Report, size_text
+from tools.checkpoint.wrappers import ACTOR_CRITIC, strip_wrappers
+from tools.lora.serving import serving_limits
 from tools.postprocess.options import CheckpointDir
 
 
@@ -26,10 +28,14 @@ def inspect(checkpoint: CheckpointDir) -> Report:
             details[f"{name} weights"] = _weights(weights)
     if opened.adapter_config is not None:
         details["adapter_config.json"] = _adapter(opened.adapter_config)
+        details["serving"] = serving_limits(opened.adapter_config) or "as an adapter, nothing in the way"
     elif opened.config is not None:
         details["config.json"] = _config(opened.config)
-    if opened.model and (heads := _heads(opened)):
-        details["value head in the weights"] = heads
+    for where, weights in (("weights", opened.model), ("adapter", opened.adapter), ("head file", opened.head)):
+        if weights and (heads := _heads(weights, opened.config)):
+            details[f"value head in the {where}"] = heads
+    if opened.model and any(strip_wrappers(name).startswith(ACTOR_CRITIC) for name in opened.model.tensors):
+        details["policy and value model"] = "in one file; `tools split-actor-critic` separates them"
     details["tokenizer and processor"] = list(opened.processor_files) or "none"
     details["training state"] = list(opened.training_state) or "none"
     if run := checkpoints_in(opened.path):
@@ -66,15 +72,24 @@ def _weights(weights: Weights) -> dict[str, Any]:
     return shown
 
 
-def _heads(opened: Checkpoint) -> dict[str, Any]:
-    assert opened.model
-    tensors = opened.model.tensors
-    return {
-        name: f"{tensors[name].dtype} {list(tensors[name].shape)} ({head.layout.frameworks}"
-        + ("; part of the model)" if head.declared else "; `tools fix-valuehead` splits it out)")
-        for head in find_heads(tensors, opened.config)
-        for name in head.names
-    }
+def _heads(weights: Weights, config: Any) -> dict[str, Any]:
+    """Each tensor of each head with its dtype, shape and framework, and what can be done with it."""
+    shown: dict[str, Any] = {}
+    for head in find_heads(weights.tensors, config):
+        for name in head.names:
+            tensor = weights.tensors[name]
+            shown[name] = f"{tensor.dtype} {list(tensor.shape)} ({head.layout.frameworks}; {_remedy(head, weights)})"
+    return shown
+
+
+def _remedy(head: Head, weights: Weights) -> str:
+    if head.layout.in_adapter:
+        return "part of the adapter"
+    if weights.name in HEAD_FILES:
+        return "`tools join-valuehead` puts it back into the weights"
+    if head.declared:
+        return "part of the model"
+    return "`tools fix-valuehead` splits it out" if head.outputs == 1 else f"{head.outputs} outputs"
 
 
 def _config(config: Any) -> dict[str, Any]:

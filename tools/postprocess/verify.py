@@ -10,10 +10,10 @@ import typer
 from tools.checkpoint.adapters import changes_base
 from tools.checkpoint.change import refuse_ungathered, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError, all_of
-from tools.checkpoint.heads import strip_wrappers
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import fingerprint, read_receipts
 from tools.checkpoint.report import Report
+from tools.checkpoint.wrappers import bare_names
 from tools.postprocess.options import CheckpointDir
 
 
@@ -71,7 +71,7 @@ def _unloadable(opened: Checkpoint) -> list[CheckpointError]:
     if opened.kind == "model" and opened.config is None:
         findings.append(CheckpointError(opened.path, "has no config.json", "copy it from the base model"))
     for weights in opened.weights:
-        if wrapped := [name for name in weights.tensors if strip_wrappers(name) != name]:
+        if wrapped := [name for name, bare in bare_names(weights.tensors).items() if name != bare]:
             problem = f"{len(wrapped)} names such as {wrapped[0]} have a wrapper prefix, so loaders find other weights"
             findings.append(CheckpointError(opened.path / weights.name, problem, "run tools fix-valuehead"))
     return findings

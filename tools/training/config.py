@@ -66,6 +66,10 @@ class ModelArguments(Group):
         default=None, description="attention of transformers: eager, sdpa, flash_attention_2"
     )
     trust_remote_code: bool = Field(default=False, description="run the code that comes with the model")
+    value_head: str | None = Field(
+        default=None,
+        description="head to start from: its name where the model has several, or new; by default the one it has",
+    )
 
 
 class DataArguments(Group):

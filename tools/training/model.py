@@ -49,17 +49,6 @@ def load_tokenizer(model: ModelArguments) -> Any:
     return tokenizer
 
 
-def load_model_config(model: ModelArguments) -> Any:
-    """The config of the model, without its weights."""
-    from transformers import AutoConfig
-
-    source = source_of(model.model_name_or_path)
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(source, f"its config does not load ({_first_line(error)})") from error
-
-
 def load_decoder(model: ModelArguments, dtype: str) -> Any:
     """The causal LM, every weight of it found in the checkpoint. Raises CheckpointError when some would be random."""
     from transformers import AutoModelForCausalLM
@@ -88,6 +77,9 @@ def prepare(decoder: Any, finetuning: FinetuningArguments, initial_adapter: Path
     """
     if finetuning.method == "full":
         return decoder
+    if decoder.get_output_embeddings() is None:
+        remedy = "use finetuning.method=full, or give it one: tools export-reward-model --to value-head"
+        raise CheckpointError(decoder.name_or_path, "has no lm_head, which a LoRA adapter needs", remedy)
     from peft import LoraConfig, get_peft_model
 
     from tools.checkpoint.adapters import changes_base

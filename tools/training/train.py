@@ -74,7 +74,8 @@ def _run(
 
     from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
     from tools.training.callbacks.initial_adapter import require
-    from tools.training.model import chosen_dtype, load_decoder, load_tokenizer, prepare
+    from tools.training.lengths import require_room
+    from tools.training.model import chosen_dtype, load_tokenizer, prepare
     from tools.training.state import write_state
 
     if resume and changes_base(config.finetuning.init_lora_weights):
@@ -83,14 +84,17 @@ def _run(
     args = _trainer_args(config, stage, arguments, dtype)
     tokenizer = load_tokenizer(config.model)
     train_rows, eval_rows = _rows(config, stage, args, tokenizer)
-    decoder = load_decoder(config.model, dtype).to(args.device)
+    decoder = stage.load_decoder(config.model, dtype).to(args.device)
+    for rows in filter(None, (train_rows, eval_rows)):
+        require_room(rows.longest, rows.place, decoder.config)
     args.use_cache = decoder.config.use_cache  # or the Trainer would write its own into config.json
 
     write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
     model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER)
     with _callbacks(config) as (callbacks, stop):
-        trainer = stage.build_trainer(model, args, train_rows, eval_rows, tokenizer, callbacks)
+        datasets = train_rows.dataset, eval_rows and eval_rows.dataset
+        trainer = stage.build_trainer(stage.build_model(model, config.model), args, *datasets, tokenizer, callbacks)
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
         result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     stopped = stop.reason is not None and result.global_step < trainer.state.max_steps
@@ -126,23 +130,13 @@ def _trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, An
 
 
 def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """The datasets to train on and to evaluate on, the second None when no evaluation is asked for."""
-    train_rows = _loaded(config, stage, tokenizer, "train")
-    if config.data.eval_file is None and args.eval_strategy == "no":
-        return train_rows, None
-    return train_rows, _loaded(config, stage, tokenizer, "eval")
-
-
-def _loaded(config: "TrainConfig", stage: "Stage", tokenizer: Any, split: str) -> Any:
-    """One dataset, its report in the log, none of its rows longer than the model."""
-    from tools.training.lengths import require_room
-    from tools.training.model import load_model_config
-
-    rows = stage.load_rows(config.data, tokenizer, split)
-    for line in rows.report:
-        logger.info("%s: %s", split, line)
-    require_room(rows.longest, rows.place, load_model_config(config.model))
-    return rows.dataset
+    """The rows to train on and to evaluate on, the second None when no evaluation is asked for; reported in the log."""
+    is_evaluated = config.data.eval_file is not None or args.eval_strategy != "no"
+    loaded = [stage.load_rows(config.data, tokenizer, split) for split in ("train", "eval")[: 1 + is_evaluated]]
+    for split, rows in zip(("train", "eval"), loaded, strict=False):
+        for line in rows.report:
+            logger.info("%s: %s", split, line)
+    return loaded[0], loaded[1] if is_evaluated else None
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 # ruff: noqa: TID253 - imported only by the reward stage, and by callers that have torch loaded
 """A causal LM with a value head: one score for each sequence, and how both are saved and loaded back."""
 
-from collections.abc import Mapping
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,20 @@ import torch
 from torch import nn
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.layout import Checkpoint, Weights
+from tools.checkpoint.layout import Checkpoint
+from tools.training.decoder import load_decoder
+from tools.training.stored_head import StoredHead, choose, read, stored_heads
 
 HEAD_FILE = "value_head.safetensors"
-_OF_THIS_RUN = "is it a checkpoint of this run?"
 HEAD_KEYS = ("v_head.summary.weight", "v_head.summary.bias")  # [1, hidden], [1], in the layout of TRL
+_OF_THIS_RUN = "is it a checkpoint of this run?"
+_CHOICE = "choose one by head="
 
 
 class ValueHead(nn.Module):  # type: ignore[misc]  # torch is not typed here
     """`summary`: a linear map from the hidden state to one score, always in float32."""
+
+    prefix = "v_head"
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -30,17 +35,42 @@ class ValueHead(nn.Module):  # type: ignore[misc]  # torch is not typed here
             scores: torch.Tensor = self.summary(hidden.float()).squeeze(-1)  # [batch, hidden] -> [batch]
         return scores
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
+    def normalise(self, mean: float, deviation: float) -> None:
+        """Give (score - mean) / deviation from now on."""
+        self.summary.weight /= deviation
+        self.summary.bias.sub_(mean).div_(deviation)
+
+
+class MLPValueHead(nn.Sequential):  # type: ignore[misc]  # torch is not typed here
+    """Linear, ReLU, Linear from the hidden state to one score, in float32: that of trlx, twice as wide as the hidden
+    state, and of Qwen's reward models. `prefix` is what its names start with in a checkpoint."""
+
+    def __init__(self, hidden_size: int, width: int, prefix: str):
+        super().__init__(
+            nn.Linear(hidden_size, width, dtype=torch.float32), nn.ReLU(), nn.Linear(width, 1, dtype=torch.float32)
+        )
+        self.prefix = prefix
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores: torch.Tensor = super().forward(hidden.float()).squeeze(-1)  # [batch, hidden] -> [batch]
+        return scores
+
 
 class ValueHeadModel(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """A decoder, with or without PEFT adapter, whose last hidden state is scored; its `lm_head` never runs."""
+    """A decoder, with or without PEFT adapter, whose last hidden state is scored; its `lm_head` never runs.
+
+    Without `head` it gets a new one.
+    """
 
     accepts_loss_kwargs = False
     main_input_name = "input_ids"
 
-    def __init__(self, decoder: Any):
+    def __init__(self, decoder: Any, head: ValueHead | MLPValueHead | None = None):
         super().__init__()
         self.decoder = decoder
-        self.v_head = ValueHead(decoder.get_output_embeddings().weight.shape[1])
+        self.v_head = head or ValueHead(_hidden_size(decoder))
         self.v_head.to(decoder.device)
 
     @property
@@ -56,13 +86,17 @@ class ValueHeadModel(nn.Module):  # type: ignore[misc]  # torch is not typed her
         return hasattr(self.decoder, "peft_config")
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Score each sequence at its last token: int64 [batch, length] twice -> float32 [batch]."""
+        """Score each sequence at its last token that is no padding: int64 [batch, length] twice -> float32 [batch].
+
+        Padding may be on either side and does not change the score: positions count from the first token.
+        """
         model = self.decoder.get_base_model() if self.has_adapter else self.decoder
         backbone = model.base_model  # everything but lm_head; the adapter's layers are inside
-        hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        position = torch.arange(input_ids.shape[1], device=input_ids.device)
-        last = (attention_mask * position).argmax(-1)  # padding on either side -> [batch]
-        scores: torch.Tensor = self.v_head(hidden[torch.arange(len(last), device=last.device), last])
+        at = positions(backbone, attention_mask)
+        outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **at)
+        column = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = (attention_mask * column).argmax(-1)  # [batch]
+        scores: torch.Tensor = self.v_head(outputs.last_hidden_state[torch.arange(len(last), device=last.device), last])
         return scores
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
@@ -75,13 +109,14 @@ class ValueHeadModel(nn.Module):  # type: ignore[misc]  # torch is not typed her
 def save(model: ValueHeadModel, folder: Path, *, max_shard_size: str = "50GB") -> None:
     """Write the decoder and its head.
 
-    A full model gets the head among its own tensors, under `HEAD_KEYS`, as TRL writes it; `config.json` stays that of
-    the plain causal LM. An adapter gets it in `value_head.safetensors`.
+    A full model gets the head among its own tensors: a linear one under `HEAD_KEYS`, as TRL writes it, an MLP under the
+    names that it had; `config.json` stays that of the decoder. An adapter gets it in `value_head.safetensors`.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    head = {f"v_head.{name}": tensor.detach().cpu() for name, tensor in model.v_head.state_dict().items()}
+    state = model.v_head.state_dict().items()
+    head = {f"{model.v_head.prefix}.{name}": tensor.detach().cpu() for name, tensor in state}
     if model.has_adapter:
         model.decoder.save_pretrained(folder)
         save_file(head, folder / HEAD_FILE, metadata={"format": "pt"})
@@ -90,23 +125,38 @@ def save(model: ValueHeadModel, folder: Path, *, max_shard_size: str = "50GB") -
         model.decoder.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
 
 
-def load(path: Path, base: Path | None = None) -> ValueHeadModel:
-    """The model of a checkpoint with its head, which may be inside the weights or in a file of its own.
+def load(path: Path, base: Path | None = None, *, head: str | None = None) -> ValueHeadModel:
+    """The model of a checkpoint with its value head, in eval mode, from any layout whose head can be scored with.
 
-    For an adapter, `base` is the model it belongs to, by default the one that its config names. Raises CheckpointError
-    when there is no head, and for an adapter that was trained on a changed base.
+    The decoder keeps the dtype in which it is stored, the head is float32. For an adapter, `base` is the model it
+    belongs to, by default the one that its config names; for a full model without config.json, the one whose config it
+    has. `head` chooses among several heads, by the first part of their names. Raises CheckpointError when there is no
+    head, when it does not give one score from the last hidden state, when a weight would be random, and for an adapter
+    that was trained on a changed base. What OpenRLHF takes from its scores outside of training (`normalize_reward`) is
+    a part of the head that comes back.
     """
-    from tools.checkpoint.adapters import changes_base
-    from tools.logits import load_model
+    checkpoint = Checkpoint.open(path)
+    stored = _required(checkpoint, choose(checkpoint, head, _CHOICE))
+    decoder = load_decoder(checkpoint, stored_heads(checkpoint), base)
+    module = module_of(stored)
+    if isinstance(module, ValueHead):
+        module.normalise(*stored.normalisation)
+    model = ValueHeadModel(decoder, module)
+    model.eval()
+    return model
 
-    adapter = Checkpoint.open(path).adapter_config or {}
-    if changes_base(init := adapter.get("init_lora_weights", True)):
-        raise CheckpointError(path, f"trained on a base that {init} changed", "run `tools convert-pissa` on it first")
-    head = read_head(path)
-    loaded = ValueHeadModel(load_model(path, base))
-    _set_head(loaded, head)
-    loaded.eval()
-    return loaded
+
+def module_of(stored: StoredHead) -> ValueHead | MLPValueHead:
+    """The layers of a head, with its tensors. A linear one without bias gets one of zero, which changes no score."""
+    tensors = stored.tensors()
+    if stored.is_mlp:
+        width, hidden = tensors["0.weight"].shape
+        head: ValueHead | MLPValueHead = MLPValueHead(hidden, width, stored.head.label)
+    else:
+        head = ValueHead(tensors["weight"].shape[1])
+        tensors = {f"summary.{name}": tensor for name, tensor in tensors.items()}
+    head.load_state_dict(tensors)
+    return head
 
 
 def restore(model: ValueHeadModel, folder: Path) -> None:
@@ -114,57 +164,48 @@ def restore(model: ValueHeadModel, folder: Path) -> None:
 
     Raises CheckpointError when a tensor of the model, or the head, is not there.
     """
-    head = read_head(folder)
+    checkpoint = Checkpoint.open(folder)
+    stored = _required(checkpoint, choose(checkpoint, None, _OF_THIS_RUN))
+    state = module_of(stored).state_dict()
+    own = model.v_head.state_dict()
+    if {name: tensor.shape for name, tensor in state.items()} != {name: t.shape for name, t in own.items()}:
+        raise CheckpointError(folder, f"{stored} is another head than that of the model", _OF_THIS_RUN)
     if model.has_adapter:
         model.decoder.load_adapter(folder, model.decoder.active_adapters[0], is_trainable=True)
     else:
-        _restore_decoder(model.decoder, folder)
-    _set_head(model, head)
+        _restore_decoder(model.decoder, checkpoint, stored)
+    model.v_head.load_state_dict(state)
 
 
-def read_head(folder: Path) -> dict[str, torch.Tensor]:
-    """The two tensors of the head under `HEAD_KEYS`, float32 [1, hidden] and [1].
-
-    Looked for in value_head.safetensors, value_head.bin and the weights. Raises CheckpointError when it is in none.
-    """
-    checkpoint = Checkpoint.open(folder)
-    for weights in (checkpoint.head, checkpoint.model):
-        if weights and set(HEAD_KEYS) <= weights.tensors.keys():
-            found = _read(weights, HEAD_KEYS)
-            return {name: tensor.float() for name, tensor in found.items()}
-    raise CheckpointError(
-        folder, f"no value head: {HEAD_KEYS[0]} is neither in {HEAD_FILE} nor in the weights", "was it moved elsewhere?"
-    )
+def _required(checkpoint: Checkpoint, stored: StoredHead | None) -> StoredHead:
+    if stored is None:
+        problem = f"no value head, neither in {HEAD_FILE} nor in the weights"
+        raise CheckpointError(checkpoint.path, problem, "was it moved elsewhere?")
+    return stored
 
 
-def _set_head(model: ValueHeadModel, head: Mapping[str, torch.Tensor]) -> None:
-    model.v_head.load_state_dict({name.removeprefix("v_head."): tensor for name, tensor in head.items()})
+def _hidden_size(decoder: Any) -> int:
+    """What lm_head takes, or in its absence what the embeddings give."""
+    embeddings = decoder.get_output_embeddings() or decoder.get_input_embeddings()
+    return int(embeddings.weight.shape[1])
 
 
-def _restore_decoder(decoder: nn.Module, folder: Path) -> None:
-    weights = Checkpoint.open(folder).model
+def positions(model: Any, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`position_ids` where padding on the left would shift them, and the decoder takes them: [batch, length]."""
+    if attention_mask[:, 0].all() or "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def _restore_decoder(decoder: nn.Module, checkpoint: Checkpoint, head: StoredHead) -> None:
+    weights = checkpoint.model
     if weights is None:
-        raise CheckpointError(folder, "no model weights", _OF_THIS_RUN)
+        raise CheckpointError(checkpoint.path, "no model weights", _OF_THIS_RUN)
     own = decoder.state_dict()
-    tensors = _read(weights, [name for name in weights.tensors if name not in HEAD_KEYS])
+    tensors = read(weights, [name for name in weights.tensors if name not in head.names])
     if foreign := sorted(tensors.keys() - own.keys()):
-        raise CheckpointError(folder / weights.name, f"{foreign[0]} is not of this model", _OF_THIS_RUN)
+        raise CheckpointError(checkpoint.path / weights.name, f"{foreign[0]} is not of this model", _OF_THIS_RUN)
     saved = {own[name].data_ptr() for name in tensors}  # a tied tensor is saved under one of its names
     if missing := [name for name, tensor in own.items() if tensor.data_ptr() not in saved]:
-        raise CheckpointError(folder / weights.name, f"no {missing[0]}", _OF_THIS_RUN)
+        raise CheckpointError(checkpoint.path / weights.name, f"no {missing[0]}", _OF_THIS_RUN)
     decoder.load_state_dict(tensors, strict=False)
-
-
-def _read(weights: Weights, names: Any) -> dict[str, torch.Tensor]:
-    from safetensors import safe_open
-
-    tensors: dict[str, torch.Tensor] = {}
-    for file in weights.files:
-        here = [name for name in names if name in file.tensors]
-        if file.is_safetensors:
-            with safe_open(file.path, framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in here}
-        elif here:
-            stored = torch.load(file.path, map_location="cpu", weights_only=True)
-            tensors |= {name: stored[name] for name in here}
-    return tensors

@@ -4,20 +4,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tools.training.callbacks.fix_valuehead import FixValueHeadModelCallback, fix_valuehead_checkpoint
     from tools.training.callbacks.initial_adapter import InitialAdapterCallback
     from tools.training.callbacks.log import LogCallback
+    from tools.training.callbacks.pissa_convert import PissaConvertCallback
     from tools.training.callbacks.reporter import ReporterCallback
+    from tools.training.callbacks.save_processor import SaveProcessorCallback
     from tools.training.callbacks.stop import StopCallback
     from tools.training.callbacks.trained_logits import TrainedLogitsCallback
+    from tools.training.split_checkpoint import restore_valuehead_checkpoint
 
-__all__ = ["InitialAdapterCallback", "LogCallback", "ReporterCallback", "StopCallback", "TrainedLogitsCallback"]
+__all__ = [
+    "FixValueHeadModelCallback",
+    "InitialAdapterCallback",
+    "LogCallback",
+    "PissaConvertCallback",
+    "ReporterCallback",
+    "SaveProcessorCallback",
+    "StopCallback",
+    "TrainedLogitsCallback",
+    "fix_valuehead_checkpoint",
+    "restore_valuehead_checkpoint",
+]
 
 _MODULES = {
+    "FixValueHeadModelCallback": "fix_valuehead",
     "InitialAdapterCallback": "initial_adapter",
     "LogCallback": "log",
+    "PissaConvertCallback": "pissa_convert",
     "ReporterCallback": "reporter",
+    "SaveProcessorCallback": "save_processor",
     "StopCallback": "stop",
     "TrainedLogitsCallback": "trained_logits",
+    "fix_valuehead_checkpoint": "fix_valuehead",
+    "restore_valuehead_checkpoint": "fix_valuehead",
 }
 
 

@@ -14,9 +14,11 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from tools.training import value_head
 from tools.training.collate import PairCollator
 from tools.training.data import load_preferences as load_rows
+from tools.training.scored_model import load_decoder
+from tools.training.scored_model import with_head as build_model
 from tools.training.value_head import ValueHeadModel
 
-__all__ = ["ARGUMENTS", "DEFAULTS", "RewardTrainer", "build_trainer", "load_rows"]
+__all__ = ["ARGUMENTS", "DEFAULTS", "RewardTrainer", "build_model", "build_trainer", "load_decoder", "load_rows"]
 
 ARGUMENTS = TrainingArguments
 # The columns of a pair are not parameters of the model, whose forward takes both sides as one batch.
@@ -73,11 +75,16 @@ class RewardTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
 
 def build_trainer(
-    model: Any, args: TrainingArguments, train_rows: Any, eval_rows: Any, tokenizer: Any, callbacks: Sequence[Any]
+    model: ValueHeadModel,
+    args: TrainingArguments,
+    train_rows: Any,
+    eval_rows: Any,
+    tokenizer: Any,
+    callbacks: Sequence[Any],
 ) -> RewardTrainer:
-    """A RewardTrainer of the decoder with a new head."""
+    """A RewardTrainer of a decoder with its head."""
     return RewardTrainer(
-        model=ValueHeadModel(model),
+        model=model,
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,

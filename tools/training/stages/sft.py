@@ -7,14 +7,21 @@ from typing import Any
 from trl import SFTConfig, SFTTrainer
 
 from tools.training.collate import RowCollator
+from tools.training.config import ModelArguments
 from tools.training.data import load_sft as load_rows
 from tools.training.isolation import isolate
+from tools.training.model import load_decoder
 
-__all__ = ["ARGUMENTS", "DEFAULTS", "build_trainer", "load_rows"]
+__all__ = ["ARGUMENTS", "DEFAULTS", "build_model", "build_trainer", "load_decoder", "load_rows"]
 
 ARGUMENTS = SFTConfig
 # The rows arrive tokenised, cut and labelled: TRL has nothing left to prepare.
 DEFAULTS = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+
+
+def build_model(decoder: Any, model: ModelArguments) -> Any:
+    """The decoder is all there is."""
+    return decoder
 
 
 def build_trainer(
