@@ -8,6 +8,7 @@ from pathlib import Path
 
 import actor_critic
 import heads
+from conversations import byte_tokenizer, said
 
 
 def add_tokenizer(folder: Path, tokens: Iterable[str]) -> None:
@@ -53,9 +54,33 @@ def a_model_and_rows(_: Path, folder: Path) -> None:
     write_run(folder, save_llama(folder / "model", tied=True))
 
 
+def speaking_model(_: Path, folder: Path) -> None:
+    """`model`: a tiny Llama with a tokenizer and a chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "model")
+
+
+def speaking_model_with_a_row(tiny: Path, folder: Path) -> None:
+    """`model`, a row in `rows.jsonl`, and a run of one step in `sft.yaml`."""
+    speaking_model(tiny, folder)
+    messages = said("What is an adapter?", "A small change.")
+    (folder / "rows.jsonl").write_text(json.dumps({"messages": messages}))
+    (folder / "sft.yaml").write_text(
+        "model: {model_name_or_path: model}\n"
+        "data: {train_file: rows.jsonl}\n"
+        "training: {output_dir: run, max_steps: 1}\n"
+    )
+
+
 BEFORE: dict[str, Callable[[Path, Path], None]] = {
     "adapters": a_run_to_train,
     "callbacks": a_model_and_rows,
     "configuration": a_model_and_rows,
+    "data": speaking_model,
+    "extending": speaking_model_with_a_row,
     "value-heads": models_with_heads,
 }

@@ -192,7 +192,7 @@ def test_trainer_fields_get_the_type_that_their_class_declares(write):
         ("training.max_steps=2.5", "training.max_steps must be a whole number, not 2.5"),
         ("training.report_to=wandb", "training.report_to is not read from here; write report.report_to"),
         ("training.max_length=9", "training.max_length is not read from here; write data.max_length"),
-        ("training.packing=true", "training.packing is not read from here; rows are padded, each its own sequence"),
+        ("training.packing=true", "training.packing is not read from here; write data.packing"),
     ],
 )
 def test_a_trainer_field_that_cannot_be_is_refused_with_the_reason(write, override, problem):
@@ -237,7 +237,7 @@ def test_fingerprint_is_that_of_the_number_however_written(write, rate):
 
 
 def test_fingerprint_of_missing_data_is_refused(write):
-    with pytest.raises(CheckpointError, match=r"gone\.jsonl: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"gone\.jsonl: not found"):
         prints(write(("rows.jsonl", "gone.jsonl")))
 
 

@@ -4,53 +4,16 @@ import csv
 import json
 
 import pytest
+from conversations import BRACKETS, byte_tokenizer, learnt, only, said
 
 from tools.checkpoint.errors import CheckpointError
 from tools.training.config import DataArguments
 from tools.training.data import load_preferences, load_sft
 
-CHATML = (
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-# A turn is bare text between brackets, as in Mistral's format: no header for the assistant, no line break at the end.
-BRACKETS = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% else %}{{ raise_exception('no system') }}"
-    "{% endif %}{% endfor %}"
-)
-# Only the last turn shows what it is: the text of a turn changes when another follows, as with Qwen3's thoughts.
-UNSTABLE = CHATML.replace("m.content +", "('<think></think>' if loop.last else '') + m.content +")
-
-
-@pytest.fixture(scope="module")
-def trained():
-    """A byte-level BPE tokenizer of 400 entries, trained on this very file."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    specials = ["<s>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet)
-    tokenizer.train([__file__], trainer)
-    return tokenizer.to_str()
-
 
 @pytest.fixture
-def tokenizer(trained):
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(trained),
-        bos_token="<s>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        chat_template=CHATML,
-    )
+def tokenizer():
+    return byte_tokenizer()
 
 
 @pytest.fixture
@@ -63,22 +26,6 @@ def write(tmp_path):
         return DataArguments(train_file=file, **options)
 
     return write
-
-
-def said(*contents):
-    return [
-        {"role": role, "content": text}
-        for role, text in zip(["user", "assistant"] * len(contents), contents, strict=False)
-    ]
-
-
-def learnt(row, tokenizer) -> str:
-    return tokenizer.decode([token for token in row["labels"] if token != -100])
-
-
-def only(tokenised):
-    (row,) = tokenised.dataset
-    return row
 
 
 ANSWER = " Grüße, 你好 🙂\n\nA second  paragraph.\n"
@@ -138,22 +85,6 @@ def test_a_template_without_headers_is_masked_as_well(tokenizer, write):
     row = only(load_sft(write({"messages": said("q", "first", "r", "second")}), tokenizer))
     assert learnt(row, tokenizer) == " first<|im_end|> second<|im_end|>"
     assert row["input_ids"][0] == tokenizer.bos_token_id
-
-
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        (UNSTABLE, "changes the text up to message 2 once more messages follow"),
-        (CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif"), "does not begin message 2"),
-        (CHATML.replace("m.content", "m.parts|default('')"), "leaves out the text of message 2"),
-    ],
-)
-def test_a_template_in_which_the_answer_cannot_be_marked_is_refused(tokenizer, write, template, problem):
-    assert template != CHATML
-    tokenizer.chat_template = template
-    data = write({"messages": said("q", "first", "r", "second")})
-    with pytest.raises(CheckpointError, match=rf"rows\.jsonl:1: the chat template {problem}"):
-        load_sft(data, tokenizer)
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tokenizer, write):
@@ -218,9 +149,13 @@ def test_the_evaluation_file_is_read_when_asked_for(tokenizer, write, tmp_path):
         load_sft(write({"text": "train"}), tokenizer, "eval")
 
 
+FINE = ({"text": "fine"}, {"messages": said("q", "a")}, {"instruction": "q", "output": "a"})
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
+        ({"prompt": "q", "completion": "a"}, "is a row of prompt/completion, but the rows from"),
         ({"question": "q", "answer": "a"}, "has answer, question; forms are: messages"),
         ([1], "is list, not a row"),
         ({"messages": []}, "messages has no messages"),
@@ -236,7 +171,8 @@ def test_the_evaluation_file_is_read_when_asked_for(tokenizer, write, tmp_path):
     ],
 )
 def test_a_row_of_another_form_is_refused_at_its_line(tokenizer, write, row, problem):
-    data = write({"text": "fine"}, row)
+    fine = next((fine for fine in FINE if isinstance(row, dict) and fine.keys() <= row.keys()), FINE[0])
+    data = write(fine, row)
     with pytest.raises(CheckpointError) as caught:
         load_sft(data, tokenizer)
     assert str(caught.value).startswith(f"{data.train_file}:2: ")

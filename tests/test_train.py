@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from characters import ROWS
 from peft import PeftModel
 from runs import assert_same, forget_after, reward, run_in, weights
 from safetensors.torch import load_file, save_file
@@ -372,3 +373,38 @@ def test_a_model_that_lacks_a_weight_is_refused(config: Path, base: Path, tmp_pa
 def test_a_run_without_saves_still_ends_with_a_checkpoint(config: Path) -> None:
     report = train(config, ["training.save_strategy='no'"])
     assert (config.parent / "run" / report.details["checkpoint"] / "adapter_model.safetensors").exists()
+
+
+def test_c4_a_packed_run_trains_and_resumes(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    overrides = ["data.packing=true", "data.max_length=64"]
+    with caplog.at_level("INFO", logger="tools"):
+        train(config, overrides)
+    assert "train: packed into" in caplog.text
+    run = config.parent / "run"
+    forget_after(run, 4)
+    train(config, overrides)
+    assert_same(run / "checkpoint-6", run / "gone-checkpoint-6")
+
+
+def test_c3_the_template_of_a_run_is_saved_with_its_checkpoints(config: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "yes"}]}
+        for row in ROWS
+    ]
+    (config.parent / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(
+        CheckpointError, match=r"sft\.jsonl:1: has messages, but the tokenizer has no chat template; set"
+    ):
+        train(config)
+    train(config, ["data.template=chatml", "max_steps=2"])
+    saved = AutoTokenizer.from_pretrained(config.parent / "run" / "checkpoint-2")
+    assert "<|im_start|>" in saved.apply_chat_template(rows[0]["messages"], tokenize=False)
+
+
+def test_rows_longer_than_the_model_are_refused_before_training(config: Path, base: Path) -> None:
+    short = Path(shutil.copytree(base, config.parent / "short"))
+    written = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**written, "max_position_embeddings": 12}))
+    with pytest.raises(CheckpointError, match=r"sft\.jsonl:\d+: has \d\d tokens, but the model has 12 positions"):
+        train(config, [f"model_name_or_path={short}"])
+    assert not (config.parent / "run" / ".burnish" / "train.json").exists()

@@ -24,6 +24,7 @@ from tools.checkpoint.errors import all_of
 from tools.training.config_errors import explained, wanted
 from tools.training.config_rules import broken_rules
 from tools.training.config_source import read_environment, read_file, read_overrides, unknown_key
+from tools.training.sources import source_of
 
 SAMPLING = ("temperature", "top_p", "top_k")  # fields of `generating` that are read only when tokens are drawn
 INITS = (
@@ -58,8 +59,15 @@ def _expanded(text: str) -> str:
 
 
 ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+def _template(given: Path | str) -> Path | str:
+    """A file by its ending, else the name of a template."""
+    return Path(given).expanduser() if str(given).endswith(".jinja") else str(given)
+
+
+RowSource = Annotated[Path | str, AfterValidator(source_of)]
 
 
 class Group(BaseModel):
@@ -105,13 +113,23 @@ class ModelArguments(Group):
 class DataArguments(Group):
     """Which rows are trained on, and how long they may be."""
 
-    train_file: ExpandedPath = Field(description="rows to train on: .jsonl, .json, .csv or .parquet")
-    eval_file: ExpandedPath | None = Field(
-        default=None, description="rows to evaluate on: at each save, if training.eval_strategy says nothing else"
+    train_file: RowSource = Field(
+        description="rows to train on: .jsonl, .json, .csv, .parquet, a directory, or OWNER/NAME[:SPLIT] on the hub"
+    )
+    eval_file: RowSource | None = Field(
+        default=None,
+        description="rows to evaluate on, given like train_file; at each save, unless training.eval_strategy is set",
+    )
+    subset: str | None = Field(default=None, description="configuration of a dataset on the hub that has several")
+    template: Annotated[Path | str, AfterValidator(_template)] | None = Field(
+        default=None, description="chat template: a name, or a .jinja file; by default the tokenizer's own"
     )
     max_length: Annotated[int, Field(gt=1)] = Field(default=1024, description="tokens a row may have; the rest is cut")
     max_samples: Positive | None = Field(
         default=None, description="use only the first rows of each file, for a quick try"
+    )
+    packing: bool = Field(
+        default=False, description="put several rows into one sequence of max_length, none of which sees another"
     )
 
 

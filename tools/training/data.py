@@ -1,6 +1,8 @@
-"""From a data file to the rows a trainer takes, with a count of what was cut and what was dropped."""
+"""From data files to the rows a trainer takes, with a report on what was read, cut and dropped."""
 
-from collections.abc import Iterable, Iterator
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -8,45 +10,88 @@ from typing import Any, Literal
 
 from tools.checkpoint.errors import CheckpointError
 from tools.training.config import DataArguments
-from tools.training.forms import preference, supervised
+from tools.training.forms import PREFERENCE, SUPERVISED, Form, form_of
+from tools.training.lengths import histogram
 from tools.training.masking import IGNORED, mark, tokenise
-from tools.training.rows import read_rows
+from tools.training.packing import Columns, pack
+from tools.training.rows import Row
+from tools.training.sources import read_source
+from tools.training.templates import foreign_tokens, use_template
 
 Split = Literal["train", "eval"]
 
 _BATCH = 1000  # rows tokenised in one call, which the tokenizer spreads over the cores
+_HUB_SPLITS = {"train": "train", "eval": "validation"}
 
 
 @dataclass(frozen=True)
 class Tokenised:
-    """A dataset, and how it came about: `rows` were read, `cut` of them shortened, `dropped` left out."""
+    """A dataset, and how it came about: `rows` were read, `cut` of them shortened, `dropped` left out.
+
+    `longest` is the number of tokens of the longest row, at `place`. `report` says it all in some lines for people, the
+    first of which is `summary`.
+    """
 
     dataset: Any  # datasets.Dataset
     rows: int
     cut: int
     dropped: int
-    summary: str
+    longest: int
+    place: str
+    report: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        return self.report[0]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The rows of a source, all of one form, and whether there is a template for conversations."""
+
+    source: Path | str
+    rows: list[Row]
+    form: Form
+    has_template: bool
+    foreign: tuple[str, ...]  # tokens that the template writes and the tokenizer splits
+
+    def examples(self) -> Iterator[tuple[str, Any]]:
+        """The place of each row, and what it says."""
+        return ((row.place, self.form.example(row, has_template=self.has_template)) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The columns of a row that is trained on, and where it was read."""
+
+    place: str
+    columns: Columns
+
+    @property
+    def length(self) -> int:
+        return max(map(len, self.columns.values()))
 
 
 def load_sft(data: DataArguments, tokenizer: Any, split: Split = "train") -> Tokenised:
     """Rows for supervised fine-tuning: `input_ids`, `attention_mask`, `labels`, each [tokens] of int.
 
     Only the assistant's tokens are learnt, those that close its turns among them; all other labels are -100. Rows
-    longer than `max_length` lose their end, and are dropped when nothing to learn is left. Raises CheckpointError
-    naming the row that is of no known form, and when no row is left.
+    longer than `max_length` lose their end, and are dropped when nothing to learn is left. With `packing` the rows to
+    train on are put together: `input_ids`, `labels`, and `seq_lengths`, the length of each row in a sequence. Raises
+    CheckpointError naming the row that is of no known form, and when no row is left.
     """
-    file, has_template = _file(data, split), _has_template(tokenizer)
-    rows = read_rows(file, data.max_samples)
-    marked = (mark(supervised(row, has_template=has_template), tokenizer, row.place) for row in rows)
-    kept, total, cut = [], 0, 0
+    given = _given(data, tokenizer, split, SUPERVISED)
+    marked = ((place, each) for place, example in given.examples() for each in mark(example, tokenizer, place))
+    kept, counts = [], Counter[str]()
     for batch in _batches(marked):
-        for ids, labels in tokenise(batch, tokenizer):
-            total += 1
-            cut += len(ids) > data.max_length
+        encoded = tokenise([each for _, each in batch], tokenizer)
+        for (place, each), (ids, labels) in zip(batch, encoded, strict=True):
+            counts.update(["all", *each.notes])
+            counts["cut"] += len(ids) > data.max_length
             ids, labels = ids[: data.max_length], labels[: data.max_length]
             if any(label != IGNORED for label in labels[1:]):  # the first token is predicted from nothing
-                kept.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
-    return _tokenised(kept, file, data, total, cut, "no token to learn")
+                kept.append(_Kept(place, {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}))
+    return _tokenised(kept, given, data, counts, "no token to learn", packing=data.packing and split == "train")
 
 
 def load_preferences(data: DataArguments, tokenizer: Any, split: Split = "train") -> Tokenised:
@@ -55,34 +100,34 @@ def load_preferences(data: DataArguments, tokenizer: Any, split: Split = "train"
     Rows longer than `max_length` lose their end, and are dropped when both answers are then the same. Raises
     CheckpointError as `load_sft` does.
     """
-    file, has_template = _file(data, split), _has_template(tokenizer)
-    rows = read_rows(file, data.max_samples)
-    pairs = ((row.place, preference(row, has_template=has_template)) for row in rows)
-    marked = ([mark(answer, tokenizer, place) for answer in pair] for place, pair in pairs)
-    kept, total, cut = [], 0, 0
+    if data.packing:
+        raise CheckpointError("data.packing", "packs rows of sft; a reward model scores each answer", "leave it out")
+    given = _given(data, tokenizer, split, PREFERENCE)
+    marked = ((place, [mark(answer, tokenizer, place)[-1] for answer in pair]) for place, pair in given.examples())
+    kept, counts = [], Counter[str]()
     for batch in _batches(marked):
-        encoded = [ids for ids, _ in tokenise([answer for pair in batch for answer in pair], tokenizer)]
-        for pair in zip(encoded[::2], encoded[1::2], strict=True):
-            total += 1
-            cut += any(len(ids) > data.max_length for ids in pair)
+        encoded = [ids for ids, _ in tokenise([answer for _, pair in batch for answer in pair], tokenizer)]
+        for (place, answers), pair in zip(batch, zip(encoded[::2], encoded[1::2], strict=True), strict=True):
+            counts.update(["all", *frozenset.union(*(answer.notes for answer in answers))])
+            counts["cut"] += any(len(ids) > data.max_length for ids in pair)
             chosen, rejected = (ids[: data.max_length] for ids in pair)
             if chosen != rejected:
-                kept.append({"chosen_input_ids": chosen, "rejected_input_ids": rejected})
-    return _tokenised(kept, file, data, total, cut, "two equal answers")
+                kept.append(_Kept(place, {"chosen_input_ids": chosen, "rejected_input_ids": rejected}))
+    return _tokenised(kept, given, data, counts, "two equal answers")
 
 
-def _file(data: DataArguments, split: Split) -> Path:
-    file = data.train_file if split == "train" else data.eval_file
-    if file is None:
+def _given(data: DataArguments, tokenizer: Any, split: Split, forms: Sequence[Form]) -> _Given:
+    source = data.train_file if split == "train" else data.eval_file
+    if source is None:
         raise CheckpointError("data.eval_file", "is not given", "evaluation needs rows")
-    return file
-
-
-def _has_template(tokenizer: Any) -> bool:
     if not tokenizer.is_fast:
         problem = "the tokenizer does not say which characters a token stands for, so nothing can be masked"
         raise CheckpointError(tokenizer.name_or_path, problem, "convert it to tokenizer.json")
-    return bool(tokenizer.chat_template)
+    if data.template is not None:
+        use_template(tokenizer, data.template)
+    rows = read_source(source, split=_HUB_SPLITS[split], subset=data.subset, limit=data.max_samples)
+    foreign = tuple(foreign_tokens(tokenizer)) if data.template is not None else ()
+    return _Given(source, rows, form_of(rows, forms), bool(tokenizer.chat_template), foreign)
 
 
 def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
@@ -92,13 +137,42 @@ def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _tokenised(
-    kept: list[dict[str, list[int]]], file: Path, data: DataArguments, total: int, cut: int, why: str
+    kept: list[_Kept], given: _Given, data: DataArguments, counts: Counter[str], why: str, *, packing: bool = False
 ) -> Tokenised:
     from datasets import Dataset
 
-    dropped = total - len(kept)
+    total, cut = counts.pop("all"), counts.pop("cut")
     if not kept:
-        problem = f"all {total} rows have {why} within {data.max_length} tokens" if total else "has no rows"
-        raise CheckpointError(file, problem, "raise data.max_length" if total else "")
-    summary = f"{file}: {len(kept)} rows, {cut} cut to {data.max_length} tokens, {dropped} dropped ({why})"
-    return Tokenised(Dataset.from_list(kept), total, cut, dropped, summary)
+        problem = f"all {total} rows have {why} within {data.max_length} tokens"
+        raise CheckpointError(given.source, problem, "raise data.max_length")
+    columns = [row.columns for row in kept]
+    longest = max(kept, key=lambda row: row.length)
+    report = [
+        f"{given.source}: {len(kept)} rows, {cut} cut to {data.max_length} tokens, {total - len(kept)} dropped ({why})",
+        _recognised(given, data),
+        *([f"the tokenizer splits {', '.join(given.foreign)}, which the template writes"] if given.foreign else []),
+        *(f"{number} rows: {note}" for note, number in sorted(counts.items())),
+        *_lengths([row.length for row in kept], longest.place),
+    ]
+    if packing:
+        columns = pack(columns, data.max_length)
+        full = sum(len(row["input_ids"]) for row in columns) / len(columns) / data.max_length
+        report.append(f"packed into {len(columns)} sequences of {data.max_length} tokens, {full:.0%} full")
+    dataset = Dataset.from_list(columns)
+    return Tokenised(dataset, len(given.rows), cut, total - len(kept), longest.length, longest.place, tuple(report))
+
+
+def _recognised(given: _Given, data: DataArguments) -> str:
+    """What the rows were taken for, what renders them, and which of their columns nobody reads."""
+    template = f"template {data.template}" if data.template else "the tokenizer's own template"
+    reader = template if given.has_template else "no template"
+    read = {*given.form.needs, *given.form.may_have}
+    unread = sorted({column for row in given.rows for column in row.columns} - read)
+    line = f"read as {given.form.name} ({given.form.columns}), {reader}"
+    return f"{line}; not read: {', '.join(unread)}" if unread else line
+
+
+def _lengths(lengths: list[int], longest: str) -> list[str]:
+    middle = int(statistics.median(lengths))
+    first = f"{min(lengths)} to {max(lengths)} tokens a row, {middle} in the middle; the longest is {longest}"
+    return [first, *histogram(lengths)]

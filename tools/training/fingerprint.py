@@ -1,11 +1,10 @@
 """What determines the result of a run: whether two configurations are of the same one."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.errors import CheckpointError
+from tools.training.sources import digest
 
 if TYPE_CHECKING:
     from tools.training.config import TrainConfig
@@ -30,7 +29,7 @@ def fingerprint(config: "TrainConfig") -> dict[str, str]:
     prints = {}
     for group in ("model", "data", "finetuning"):
         for key, value in getattr(config, group):
-            prints[f"{group}.{key}"] = _sha256(value) if isinstance(value, Path) else _canonical(value)
+            prints[f"{group}.{key}"] = digest(value) if isinstance(value, Path) else _canonical(value)
     for key, value in sorted(config.training.items()):
         if key not in WITHOUT_EFFECT:
             prints[f"training.{key}"] = _canonical(value)
@@ -45,11 +44,3 @@ def _canonical(value: Any) -> str:
         return f"{float(value):.17g}"
     except (TypeError, ValueError, OverflowError):
         return str(value)
-
-
-def _sha256(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({error.strerror})", "check the files under data") from None

@@ -5,6 +5,7 @@ conversations, rendered by the chat template; prompt/completion and prompt/chose
 strings (as in TRL) and conversations when they are lists of messages.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,6 @@ Messages = list[dict[str, str]]
 
 _ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's names
-
-SUPERVISED = "messages, conversations, instruction/output, prompt/completion, text"
-PREFERENCE = "prompt/chosen/rejected, instruction/chosen/rejected, conversations/chosen/rejected, chosen/rejected"
 
 
 @dataclass(frozen=True)
@@ -34,36 +32,100 @@ class Text:
     completion: str
 
 
-def supervised(row: Row, *, has_template: bool) -> Conversation | Text:
-    """The example in a row of supervised data. Without a template an instruction becomes the plain text of Alpaca."""
-    columns = row.columns
-    if "messages" in columns or "conversations" in columns:
-        messages = _conversation(row)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise row.refused("has no message of the assistant, so nothing to learn")
-        return Conversation(messages)
-    if "instruction" in columns and "output" in columns:
-        return _answered(row, _instruction(row, has_template=has_template), "output")
-    if "prompt" in columns and "completion" in columns:
-        return _answered(row, _prompt(row), "completion")
-    if "text" in columns:
-        return Text("", _text(row, "text"))
-    raise _wrong_form(row, SUPERVISED)
+Example = Conversation | Text
 
 
-def preference(row: Row, *, has_template: bool) -> tuple[Conversation | Text, Conversation | Text]:
-    """The chosen and the rejected example in a row of preference data."""
-    columns = row.columns
-    if "chosen" not in columns or "rejected" not in columns:
-        raise _wrong_form(row, PREFERENCE)
-    asked: Messages | str = ""
-    if "prompt" in columns:
-        asked = _prompt(row)
-    elif "instruction" in columns:
-        asked = _instruction(row, has_template=has_template)
-    elif "messages" in columns or "conversations" in columns:
-        asked = _conversation(row)
+@dataclass(frozen=True)
+class Form:
+    """A form of row: its name, the columns it must have and those it may have, and the example in such a row."""
+
+    name: str
+    needs: tuple[str, ...]
+    may_have: tuple[str, ...]
+    example: Callable[..., Any]  # (row, *, has_template) -> Example, or the chosen and the rejected one
+
+    @property
+    def columns(self) -> str:
+        return "/".join(self.needs)
+
+
+def form_of(rows: Sequence[Row], forms: Sequence[Form]) -> Form:
+    """The one form that all these rows have, by their columns; of several that fit, the first in the list.
+
+    Raises CheckpointError naming the first row that has none, or another one than the rows before it.
+    """
+    form = _form_of(rows[0], forms)
+    for row in rows:
+        if (own := _form_of(row, forms)) is not form:
+            problem = f"is a row of {own.columns}, but the rows from {rows[0].place} on are of {form.columns}"
+            raise row.refused(problem, "put rows of one form into one file")
+    return form
+
+
+def _form_of(row: Row, forms: Sequence[Form]) -> Form:
+    for form in forms:
+        if all(column in row.columns for column in form.needs):
+            return form
+    known = ", ".join(form.columns for form in forms)
+    raise row.refused(f"has {', '.join(sorted(row.columns)) or 'no columns'}", f"forms are: {known}")
+
+
+def _from_messages(row: Row, *, has_template: bool) -> Example:
+    messages = _conversation(row)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise row.refused("has no message of the assistant, so nothing to learn")
+    return Conversation(messages)
+
+
+def _from_instruction(row: Row, *, has_template: bool) -> Example:
+    """Without a template an instruction becomes the plain text of Alpaca."""
+    return _answered(row, _instruction(row, has_template=has_template), "output")
+
+
+def _from_prompt(row: Row, *, has_template: bool) -> Example:
+    return _answered(row, _prompt(row), "completion")
+
+
+def _from_text(row: Row, *, has_template: bool) -> Example:
+    return Text("", _text(row, "text"))
+
+
+def _pair_of_prompt(row: Row, *, has_template: bool) -> tuple[Example, Example]:
+    return _pair(row, _prompt(row))
+
+
+def _pair_of_instruction(row: Row, *, has_template: bool) -> tuple[Example, Example]:
+    return _pair(row, _instruction(row, has_template=has_template))
+
+
+def _pair_of_conversation(row: Row, *, has_template: bool) -> tuple[Example, Example]:
+    return _pair(row, _conversation(row))
+
+
+def _pair_alone(row: Row, *, has_template: bool) -> tuple[Example, Example]:
+    """The prompt is implicit: what both conversations begin with."""
+    return _pair(row, "")
+
+
+def _pair(row: Row, asked: Messages | str) -> tuple[Example, Example]:
     return _answered(row, asked, "chosen"), _answered(row, asked, "rejected")
+
+
+_ALPACA = ("input", "system", "history")
+SUPERVISED = (
+    Form("messages", ("messages",), ("system",), _from_messages),
+    Form("ShareGPT", ("conversations",), ("system",), _from_messages),
+    Form("alpaca", ("instruction", "output"), _ALPACA, _from_instruction),
+    Form("prompt and completion", ("prompt", "completion"), (), _from_prompt),
+    Form("plain text", ("text",), (), _from_text),
+)
+PREFERENCE = (
+    Form("explicit prompt", ("prompt", "chosen", "rejected"), (), _pair_of_prompt),
+    Form("alpaca", ("instruction", "chosen", "rejected"), _ALPACA, _pair_of_instruction),
+    Form("messages", ("messages", "chosen", "rejected"), ("system",), _pair_of_conversation),
+    Form("ShareGPT", ("conversations", "chosen", "rejected"), ("system",), _pair_of_conversation),
+    Form("implicit prompt", ("chosen", "rejected"), (), _pair_alone),
+)
 
 
 def _answered(row: Row, asked: Messages | str, column: str) -> Conversation | Text:
@@ -128,7 +190,10 @@ def _text(row: Row, column: str) -> str:
 
 
 def _messages(row: Row, turns: Any, column: str) -> Messages:
-    """Messages under role/content or under ShareGPT's from/value, in the names of chat templates."""
+    """Messages under role/content or under ShareGPT's from/value, in the names of chat templates.
+
+    Thoughts kept apart, as `reasoning_content`, go before the content in the form that templates know.
+    """
     if not isinstance(turns, list):
         raise row.refused(f"{column} is {type(turns).__name__}, not a list of messages")
     if not turns:
@@ -145,9 +210,7 @@ def _messages(row: Row, turns: Any, column: str) -> Messages:
             )
         if turn.get("tool_calls"):
             raise row.refused(f"message {number} of {column} has tool_calls, which are not rendered")
+        if isinstance(thoughts := turn.get("reasoning_content"), str) and thoughts:
+            content = f"<think>\n{thoughts}\n</think>\n\n{content}"
         messages.append({"role": _ROLES[role], "content": content})
     return messages
-
-
-def _wrong_form(row: Row, known: str) -> Exception:
-    return row.refused(f"has {', '.join(sorted(row.columns)) or 'no columns'}", f"forms are: {known}")

@@ -4,68 +4,61 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
-from tools.training.forms import Conversation, Text
+from tools.training.forms import Conversation, Example, Text
+from tools.training.turns import Turn, closed, turns_of
 
 IGNORED = -100  # the label that PyTorch's cross-entropy leaves out of the loss
+REWRITTEN = "the template changes a turn once more follow; what it was is learnt in a sequence of its own"
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A text as the model reads it, and the spans of characters that are learnt."""
+    """A text as the model reads it, the spans of characters that are learnt, and what there is to know about it."""
 
     text: str
     learnt: tuple[tuple[int, int], ...]
+    notes: frozenset[str] = frozenset()
 
 
-def mark(example: Conversation | Text, tokenizer: Any, place: str) -> Marked:
+def mark(example: Example, tokenizer: Any, place: str) -> list[Marked]:
     """Render an example and mark what is learnt of it. Raises CheckpointError naming the row at `place`.
 
-    Works for any chat template in which a conversation begins with the rendering of its beginning: the assistant's
-    turn is what appears between the prompt for it and the end of the conversation up to it.
+    Every turn of the assistant is learnt as it is asked for: behind the text that prompts for it. One text is enough
+    where the template only ever appends. One that changes earlier turns, leaving out their thoughts perhaps, gives a
+    text for each turn that reads otherwise later; the last one ends with the last turn.
     """
-    if isinstance(example, Text):
-        start = _opening(tokenizer) + example.prompt
-        text = start + example.completion + (tokenizer.eos_token or "")
-        return Marked(text, ((len(start), len(text)),))
-    whole = _rendered(example, tokenizer, place)
-    turns = [number for number, message in enumerate(example.messages) if message["role"] == "assistant"]
-    return Marked(_closed(whole, tokenizer), tuple(_turn(example, at, whole, tokenizer, place) for at in turns))
-
-
-def _turn(example: Conversation, at: int, whole: str, tokenizer: Any, place: str) -> tuple[int, int]:
-    """The span in `whole` of the message with index `at`, without the header that prompts for it."""
-    before = _rendered(Conversation(example.messages[:at]), tokenizer, place, prompt=True)
-    upto = _rendered(Conversation(example.messages[: at + 1]), tokenizer, place)
-    last_word = example.messages[at]["content"].split()[-1:]
-    if not whole.startswith(upto):
-        problem = f"the chat template changes the text up to message {at + 1} once more messages follow"
-    elif not upto.startswith(before):
-        problem = f"the chat template does not begin message {at + 1} as it prompts for it"
-    elif last_word and last_word[0] not in upto[len(before) :]:
-        problem = f"the chat template leaves out the text of message {at + 1}"
-    else:
-        return len(before), len(_closed(upto, tokenizer))
-    raise CheckpointError(place, problem, "what is learnt cannot be marked; use a template without that")
-
-
-def _rendered(conversation: Conversation, tokenizer: Any, place: str, *, prompt: bool = False) -> str:
-    from jinja2 import TemplateError
-
-    if not tokenizer.chat_template:
-        remedy = "train with instruction/output or prompt/completion rows, or add a chat template to the tokenizer"
-        raise CheckpointError(place, "has messages, but the tokenizer has no chat template", remedy)
+    texts = _of_text(example, tokenizer) if isinstance(example, Text) else _of_turns(example, tokenizer, place)
     try:
-        text: str = tokenizer.apply_chat_template(conversation.messages, tokenize=False, add_generation_prompt=prompt)
-    except TemplateError as error:
-        raise CheckpointError(place, f"the chat template cannot render it: {error}") from None
-    return text
+        for each in texts:
+            each.text.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            place, f"holds {error.object[error.start]!a}, half a character, which is no text"
+        ) from None
+    return texts
 
 
-def _closed(text: str, tokenizer: Any) -> str:
-    """Without the white space that a template puts after the token that closes a turn: nothing follows that token."""
-    special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    bare = text.rstrip()
-    return bare if bare.endswith(special) else text
+def _of_text(example: Text, tokenizer: Any) -> list[Marked]:
+    start = _opening(tokenizer) + example.prompt
+    text = start + example.completion + (tokenizer.eos_token or "")
+    return [Marked(text, ((len(start), len(text)),))]
+
+
+def _of_turns(example: Conversation, tokenizer: Any, place: str) -> list[Marked]:
+    turns = turns_of(example.messages, tokenizer, place)
+    texts: list[Marked] = []
+    while turns:
+        whole = turns[-1].text
+        inside = [turn for turn in turns if whole.startswith(turn.text)]
+        turns = [turn for turn in turns if not whole.startswith(turn.text)]
+        texts.insert(0, _marked(whole, inside, tokenizer, is_rewritten=bool(texts)))
+    return texts
+
+
+def _marked(whole: str, turns: list[Turn], tokenizer: Any, *, is_rewritten: bool) -> Marked:
+    spans = tuple((turn.start, len(closed(turn.text, tokenizer))) for turn in turns)
+    notes = frozenset({REWRITTEN} if is_rewritten else ()).union(*(turn.notes for turn in turns))
+    return Marked(closed(whole, tokenizer), spans, notes)
 
 
 def _opening(tokenizer: Any) -> str:

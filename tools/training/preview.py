@@ -66,6 +66,7 @@ def _trainer(config: "TrainConfig", stage: "Stage", args: Any, dtype: str) -> tu
     args.eval_strategy = "no"
     with _nothing_moves(), tempfile.TemporaryDirectory() as folder:  # the Trainer makes its directory at once
         args.output_dir = folder
+        model = stage.build_model(model, config.model)
         return stage.build_trainer(model, args, rows.dataset, None, tokenizer, []), tokenizer
 
 

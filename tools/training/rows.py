@@ -4,11 +4,12 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
+
+_LONGEST_CELL = 2**31 - 1  # csv's own limit of 128 KiB is less than a long text
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,29 @@ class Row:
         return CheckpointError(self.place, problem, remedy)
 
 
-def read_rows(file: Path, limit: int | None = None) -> Iterator[Row]:
-    """Yield the first `limit` rows (all by default) of a .jsonl, .json, .csv or .parquet file.
+def row_of(place: str, columns: Any) -> Row:
+    """The row of these columns. Raises CheckpointError for what has none."""
+    if not isinstance(columns, dict):
+        raise CheckpointError(place, f"is {type(columns).__name__}, not a row", "write one JSON object a row")
+    return Row(place, {name: value for name, value in columns.items() if value is not None})
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """Yield the rows of a .jsonl, .json, .csv or .parquet file.
 
     Raises CheckpointError for a file that is missing, of another kind, or broken; it names the line.
     """
     if file.suffix not in _READERS:
-        raise CheckpointError(file, "is no data file", f"rows are read from {', '.join(_READERS)}")
-    if not file.is_file():
-        raise CheckpointError(file, "not found")
+        raise CheckpointError(file, "is no data file", f"rows are read from {', '.join(KINDS)}")
     try:
-        for place, columns in islice(_READERS[file.suffix](file), limit):
-            if not isinstance(columns, dict):
-                raise CheckpointError(place, f"is {type(columns).__name__}, not a row", "write one JSON object a row")
-            yield Row(place, {name: value for name, value in columns.items() if value is not None})
+        for place, columns in _READERS[file.suffix](file):
+            yield row_of(place, columns)
     except UnicodeDecodeError as error:
         raise CheckpointError(file, f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise CheckpointError(
+            file, f"cannot be read ({error.strerror or error})", "check the files under data"
+        ) from None
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
@@ -64,16 +72,23 @@ def _parsed(text: str, file: Path, first_line: int) -> Any:
     except json.JSONDecodeError as error:
         place = f"{file}:{first_line + error.lineno - 1}"
         raise CheckpointError(place, f"is not valid JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise CheckpointError(f"{file}:{first_line}", "is nested too deeply for a row") from None
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
+        csv.field_size_limit(_LONGEST_CELL)
         reader = csv.DictReader(lines)
-        for columns in reader:
-            place = f"{file}:{reader.line_num}"
-            if None in columns:
-                raise CheckpointError(place, "has more cells than the header has columns", "quote cells with commas")
-            yield place, columns
+        try:
+            for columns in reader:
+                place = f"{file}:{reader.line_num}"
+                if None in columns:
+                    problem = "has more cells than the header has columns"
+                    raise CheckpointError(place, problem, "quote cells with commas")
+                yield place, columns
+        except csv.Error as error:
+            raise CheckpointError(f"{file}:{reader.line_num}", f"is not valid CSV: {error}") from None
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
@@ -95,3 +110,4 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
 }
+KINDS = tuple(_READERS)

@@ -76,6 +76,7 @@ def _run(
     from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
     from tools.training.callbacks.chosen import chosen
     from tools.training.callbacks.initial_adapter import require
+    from tools.training.lengths import require_room
     from tools.training.model import check_quantization, load_tokenizer, prepare
     from tools.training.precision import chosen_precision
     from tools.training.state import write_state
@@ -92,17 +93,19 @@ def _run(
     decoder = stage.load_decoder(config.model, precision.weights)
     if not config.model.quantization:
         decoder = decoder.to(args.device)
+    for rows in filter(None, (train_rows, eval_rows)):
+        require_room(rows.longest, rows.place, decoder.config.get_text_config())
     args.use_cache = decoder.config.get_text_config().use_cache  # or the Trainer would write its own into config.json
 
     write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
-    shown = _calibration(config, train_rows, tokenizer)
+    shown = _calibration(config, train_rows.dataset, tokenizer)
     model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER, calibration=shown, resume=resume)
     logger.info("trained: %s", summary(model))
     with chosen(config, _run_name(config), resumed=resume is not None) as told:
-        trainer = stage.build_trainer(
-            stage.build_model(model, config.model), args, train_rows, eval_rows, tokenizer, told.callbacks
-        )
+        datasets = train_rows.dataset, eval_rows and eval_rows.dataset
+        model = stage.build_model(model, config.model)
+        trainer = stage.build_trainer(model, args, *datasets, tokenizer, told.callbacks)
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
         result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     stopped = told.stop.reason is not None and result.global_step < trainer.state.max_steps
@@ -147,14 +150,13 @@ def _calibration(config: "TrainConfig", rows: Any, tokenizer: Any) -> Any:
 
 
 def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """The datasets to train on and to evaluate on, the second None when no evaluation is asked for."""
-    train_rows = stage.load_rows(config.data, tokenizer)
-    logger.info("train: %s", train_rows.summary)
-    if config.data.eval_file is None and args.eval_strategy == "no":
-        return train_rows.dataset, None
-    eval_rows = stage.load_rows(config.data, tokenizer, "eval")
-    logger.info("eval: %s", eval_rows.summary)
-    return train_rows.dataset, eval_rows.dataset
+    """The rows to train on and to evaluate on, the second None when no evaluation is asked for; reported in the log."""
+    is_evaluated = config.data.eval_file is not None or args.eval_strategy != "no"
+    loaded = [stage.load_rows(config.data, tokenizer, split) for split in ("train", "eval")[: 1 + is_evaluated]]
+    for split, rows in zip(("train", "eval"), loaded, strict=False):
+        for line in rows.report:
+            logger.info("%s: %s", split, line)
+    return loaded[0], loaded[1] if is_evaluated else None
 
 
 def _run_name(config: "TrainConfig") -> str:

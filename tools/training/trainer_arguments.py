@@ -16,7 +16,7 @@ from tools.training.config_source import unknown_key
 from tools.training.early_stopping import needed
 
 _TOKENISED = "Burnish tokenises and masks the rows itself"
-_ROW_BY_ROW = "rows are padded, each its own sequence"
+_PACKING = "write data.packing"
 OWN = {
     "report_to": "write report.report_to",
     "run_name": "write report.run_name",
@@ -33,10 +33,10 @@ OWN = {
     "truncation_mode": _TOKENISED,
     "assistant_only_loss": _TOKENISED,
     "completion_only_loss": _TOKENISED,
-    "packing": _ROW_BY_ROW,
-    "packing_strategy": _ROW_BY_ROW,
-    "eval_packing": _ROW_BY_ROW,
-    "padding_free": _ROW_BY_ROW,
+    "packing": _PACKING,
+    "packing_strategy": _PACKING,
+    "eval_packing": _PACKING,
+    "padding_free": _PACKING,
 }
 _LENIENT = ConfigDict(arbitrary_types_allowed=True)  # some fields hold objects that no text can give
 

@@ -13,9 +13,9 @@ class Stage(Protocol):
     """What the module of a stage defines.
 
     `ARGUMENTS` is its config class, and `DEFAULTS` what Burnish sets in it whatever the user wrote;
-    `load_rows(data, tokenizer, split)` tokenises one file of `data`; `load_decoder(model, dtype)` loads the decoder;
-    `build_model(decoder, model)` completes it once it is prepared, with or without adapter; `build_trainer(model, ...)`
-    gives the trainer, ready to run.
+    `load_rows(data, tokenizer, split)` gives a `Tokenised`, read from one file of `data`; `load_decoder(model, dtype)`
+    loads the decoder; `build_model(decoder, model)` completes it once it is prepared, with or without adapter;
+    `build_trainer(model, ...)` gives the trainer, ready to run.
     """
 
     ARGUMENTS: type

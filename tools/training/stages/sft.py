@@ -9,6 +9,7 @@ from trl import SFTConfig, SFTTrainer
 from tools.training.collate import RowCollator
 from tools.training.config import ModelArguments
 from tools.training.data import load_sft as load_rows
+from tools.training.isolation import isolate
 from tools.training.model import load_decoder
 
 __all__ = ["ARGUMENTS", "DEFAULTS", "build_model", "build_trainer", "load_decoder", "load_rows"]
@@ -26,13 +27,14 @@ def build_model(decoder: Any, model: ModelArguments) -> Any:
 def build_trainer(
     model: Any, args: SFTConfig, train_rows: Any, eval_rows: Any, tokenizer: Any, callbacks: Sequence[Any]
 ) -> SFTTrainer:
-    """An SFTTrainer that takes input_ids and labels of the rows as they are."""
+    """An SFTTrainer that takes input_ids and labels of the rows as they are, packed or one by one."""
+    takes_one = "seq_lengths" in train_rows.column_names and isolate(model)
     return SFTTrainer(
         model=model,
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
-        data_collator=RowCollator(tokenizer.pad_token_id),
+        data_collator=RowCollator(tokenizer.pad_token_id, single=takes_one),
         processing_class=tokenizer,
         callbacks=list(callbacks),
     )
