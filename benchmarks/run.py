@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
+import actor_critic
+import merge
 import pissa
 import value_head
 from measure import PAIRS, compare, peak_bytes, table
@@ -21,14 +23,18 @@ BENCHMARKS = (
     value_head.in_place_against_loading,
     value_head.copied,
     value_head.to_output,
+    actor_critic.split,
+    actor_critic.split_4_gb,
     pissa.convert,
+    merge.against_copy,
+    merge.against_peft,
 )
 
 
 def main() -> None:
     """Build the inputs in a folder of their own, measure, print the table, and remove the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    where = "where inputs are built and removed again; the file system that is measured, 4 GB free"
+    where = "where inputs are built and removed again; the file system that is measured, 20 GB free"
     parser.add_argument("--folder", type=Path, default=Path(".demo/bench"), help=where)
     parent = parser.parse_args().folder.resolve()
     parent.mkdir(parents=True, exist_ok=True)

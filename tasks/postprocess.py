@@ -53,6 +53,10 @@ def _run_name() -> str:
 
 
 fix_valuehead = as_task(steps.fix_valuehead)
+split_actor_critic = as_task(steps.split_actor_critic)
+export_reward_model = as_task(steps.export_reward_model)
 convert_pissa = as_task(steps.convert_pissa)
+merge_adapter = as_task(steps.merge_adapter)
+extract_adapter = as_task(steps.extract_adapter)
 bundle_processor = as_task(steps.bundle_processor)
 verify = as_task(steps.verify)

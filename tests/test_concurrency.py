@@ -223,9 +223,9 @@ def test_an_output_is_never_made_of_two_states(tiny: Path, memory: Path) -> None
         assert checkpoint.model
         first, *others = stored(checkpoint.model).items()
 
-        def read_late() -> bytes:
+        def read_late() -> list[bytes]:
             fix_valuehead(path)
-            return first[1].read()
+            return [first[1].read()]
 
         late = Computed(first[1].dtype, first[1].shape, first[1].nbytes, read_late, (first[1],))
         return Change("copied", {"model.safetensors": TensorFile({first[0]: late, **dict(others)})})

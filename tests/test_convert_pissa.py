@@ -235,7 +235,7 @@ REFUSED = {
     "no tensors": (_empty, r"holds no lora_A and lora_B at all|has no base_model"),
     "un-gathered": (_ungathered, r"has 0 elements: looks like an un-gathered ZeRO-3 parameter"),
     "an unknown tensor": (_unknown_tensor, r"a.lora_x is not a part of LoRA that is known here"),
-    "another method": (_not_lora, r"peft_type is VERA; only LoRA can be converted"),
+    "another method": (_not_lora, r"peft_type is VERA; only LoRA is known here"),
 }
 
 

@@ -1,39 +1,16 @@
 """Every command and every line of Python on the pages under docs/, run in the order in which they are read."""
 
-import json
 import os
 import re
-import string
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import heads
 import pytest
+from pages import BEFORE
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def reward_model(tiny: Path, folder: Path) -> None:
-    """A reward model in the layout of TRL, with a tokenizer of single letters."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    checkpoint = folder / "runs" / "rm" / "checkpoint-500"
-    checkpoint.parent.mkdir(parents=True)
-    heads.flat(tiny, checkpoint)
-    vocabulary = {token: n for n, token in enumerate(["<pad>", "<bos>", "<eos>", " ", *string.ascii_letters])}
-    letters = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>").save_pretrained(checkpoint)
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"pad_token_id": 0}))
-
-
-# What lies in the folder where the blocks of a page run: made from a tiny Llama and that folder.
-BEFORE: dict[str, Callable[[Path, Path], None]] = {"value-heads": reward_model}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)

@@ -15,14 +15,15 @@ import heads
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from snapshots import state
 from typer.testing import CliRunner
 
+from tools.checkpoint.adapters import lora_modules
 from tools.checkpoint.errors import CheckpointError, printable
 from tools.checkpoint.header import read_header
-from tools.checkpoint.layout import Checkpoint
+from tools.checkpoint.layout import Checkpoint, Weights, read_weight_file
 from tools.cli import app
-from tools.postprocess.convert_pissa import rank_of
 
 STEPS = ("inspect", "verify", "history", "fix-valuehead", "undo")
 
@@ -195,16 +196,26 @@ def test_json_that_could_not_be_written_again_is_refused(text: str, checkpoint: 
 @pytest.mark.parametrize(
     "config",
     [
-        {"r": 1, "rank_pattern": {"(": 2}},
-        {"r": 1, "rank_pattern": [1]},
+        {"rank_pattern": {"(": 2}},
+        {"rank_pattern": {"q_proj": "2"}},
+        {"rank_pattern": {"q_proj": -2}},
+        {"rank_pattern": [1]},
+        {"alpha_pattern": {"q_proj": None}},
         {"r": "x"},
-        {},
+        {"r": None},
         {"r": [], "rank_pattern": None},
+        {"r": 0},
+        {"lora_alpha": True},
+        {"target_parameters": [1]},
+        {"modules_to_save": "lm_head"},
     ],
 )
-def test_ranks_that_cannot_be_read_are_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"r or rank_pattern cannot be read"):
-        rank_of(config, "base_model.model.layers.0.q_proj.lora_A.weight")
+def test_settings_of_an_adapter_that_cannot_be_read_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    names = {f"base_model.model.layers.0.q_proj.lora_{factor}.weight": torch.ones(1, 1) for factor in "AB"}
+    save_file(names, tmp_path / "adapter_model.safetensors")
+    weights = Weights("adapter_model.safetensors", (read_weight_file(tmp_path / "adapter_model.safetensors"),))
+    with pytest.raises(CheckpointError, match=next(iter(config))):
+        lora_modules({"peft_type": "LORA", "r": 1, "lora_alpha": 1, **config}, weights)
 
 
 # Code

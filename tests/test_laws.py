@@ -43,6 +43,25 @@ def _pissa(tiny: Path, folder: Path) -> Case:
     return run.adapter, step
 
 
+def _pissa_less_rank(tiny: Path, folder: Path) -> Case:
+    run = adapters.train(tiny, folder)
+
+    def step(checkpoint: Path, **options: Any) -> Report:
+        return convert_pissa(checkpoint, init=run.init, max_rank=4, **options)
+
+    return run.adapter, step
+
+
+def _pissa_of_two_bases(tiny: Path, folder: Path) -> Case:
+    run = adapters.train(tiny, folder)
+    shutil.rmtree(run.init)
+
+    def step(checkpoint: Path, **options: Any) -> Report:
+        return convert_pissa(checkpoint, base=str(tiny), residual=run.residual, **options)
+
+    return run.adapter, step
+
+
 def _bundle(tiny: Path, folder: Path) -> Case:
     def step(checkpoint: Path, **options: Any) -> Report:
         return bundle_processor(checkpoint, source=Path(__file__).parent / "fixtures" / "hf-reward-model", **options)
@@ -54,6 +73,8 @@ CASES = {
     **{f"fix-valuehead-{layout}": _valuehead(layout) for layout in heads.LAYOUTS},
     **{f"join-valuehead-{layout}": _joined(layout) for layout in ("flat", "at_start", "sharded", "pickled")},
     "convert-pissa": _pissa,
+    "convert-pissa --max-rank": _pissa_less_rank,
+    "convert-pissa --residual": _pissa_of_two_bases,
     "bundle-processor": _bundle,
 }
 

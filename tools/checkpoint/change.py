@@ -1,6 +1,7 @@
 """Change: the files a step wants, as values. Nothing here touches the disk."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.files import same_range
 from tools.checkpoint.header import Tensor, build_header
 from tools.checkpoint.layout import Checkpoint, WeightFile, Weights
 
@@ -43,16 +45,16 @@ class Stored:
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that `data` computes from stored ones when it is written: little-endian bytes, C order."""
+    """A tensor that `blocks` computes from stored ones when it is written: little-endian bytes, C order, in pieces."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    data: Callable[[], bytes]
+    blocks: Callable[[], Iterable[bytes]]
     sources: tuple[Stored, ...]
 
     def read(self) -> bytes:
-        return self.data()
+        return b"".join(self.blocks())
 
 
 Source = Stored | Computed
@@ -142,7 +144,12 @@ def stored(weights: Weights) -> dict[str, Stored]:
 
 def same_bytes(one: Source, other: Source) -> bool:
     """Whether two tensors agree in dtype, shape and every byte."""
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and one.read() == other.read()
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if not (isinstance(one, Stored) and isinstance(other, Stored)):
+        return one.read() == other.read()
+    places = (one.file.path, one.tensor.start), (other.file.path, other.tensor.start)
+    return places[0] == places[1] or same_range(*places[0], *places[1], one.nbytes)
 
 
 def refuse_ungathered(checkpoint: Checkpoint) -> None:
@@ -166,21 +173,20 @@ def renamed(
     the index follow. `file_name` gives files and index other names.
     """
     files: dict[str, Content | None] = {}
-    weight_map: dict[str, str] = {}
+    shards: dict[str, Mapping[str, Source]] = {}
     numbered = _numbered(weights, names)
     for file in weights.files:
         new = {n: Stored(file, old) for old in file.tensors if (n := names.get(old, old)) is not None}
         target = file_name(numbered.get(file.name, file.name))
-        weight_map |= dict.fromkeys(new, target)
+        shards |= {target: new} if new else {}
         is_touched = list(new) != list(file.tensors)
         if target != file.name or is_touched:
             is_same = not is_touched and Path(target).suffix == file.path.suffix
             content = FileCopy(file.path) if is_same else TensorFile(new, file.metadata)
             files |= {file.name: None, **({target: content} if new else {})}
     if files and weights.index is not None:
-        gone = [tensor for old, tensor in weights.tensors.items() if names.get(old, old) is None]
-        target = file_name(weights.index_name)
-        files |= {weights.index_name: None, **({target: _index(weights.index, weight_map, gone)} if weight_map else {})}
+        files |= {weights.index_name: None}
+        files |= {file_name(weights.index_name): index_file(shards, weights)} if shards else {}
     return files
 
 
@@ -192,12 +198,22 @@ def _numbered(weights: Weights, names: Mapping[str, str | None]) -> dict[str, st
     return {n: re.sub(r"-\d+-of-\d+", f"-{i:05}-of-{len(left):05}", n) for i, n in enumerate(left, start=1)}
 
 
-def _index(index: Mapping[str, Any], weight_map: Mapping[str, str], gone: list[Tensor]) -> TextFile:
+def index_file(shards: Mapping[str, Mapping[str, Source]], weights: Weights | None = None) -> TextFile:
+    """The index of these shards, file name -> tensor name -> tensor.
+
+    With `weights` it takes the place of their index: its other fields stay, and of `total_size` (bytes) and
+    `total_parameters` (elements) those that are there change by what the tensors do.
+    """
+    index = dict(weights.index or {}) if weights else {}
     metadata = dict(index.get("metadata") or {})
-    if "total_size" in metadata:
-        metadata["total_size"] -= sum(tensor.nbytes for tensor in gone)
-    if "total_parameters" in metadata:
-        metadata["total_parameters"] -= sum(tensor.elements for tensor in gone)
+    before: list[Tensor] = list(weights.tensors.values()) if weights else []
+    now = [source for tensors in shards.values() for source in tensors.values()]
+    totals = {
+        "total_parameters": sum(math.prod(s.shape) for s in now) - sum(t.elements for t in before),
+        "total_size": sum(s.nbytes for s in now) - sum(t.nbytes for t in before),
+    }
+    metadata |= {key: metadata.get(key, 0) + more for key, more in totals.items() if key in metadata or not index}
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
     return json_file({**index, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 

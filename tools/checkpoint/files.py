@@ -48,6 +48,18 @@ def _copy_in_kernel(file: BinaryIO, start: int, nbytes: int, out: BinaryIO) -> i
     return done
 
 
+def same_range(one: Path, start: int, other: Path, other_start: int, nbytes: int) -> bool:
+    """Whether two files hold the same bytes there, read in blocks."""
+    with one.open("rb") as file, other.open("rb") as second:
+        file.seek(start)
+        second.seek(other_start)
+        for left in range(nbytes, 0, -_BLOCK_BYTES):
+            block = file.read(min(left, _BLOCK_BYTES))
+            if len(block) < min(left, _BLOCK_BYTES) or block != second.read(len(block)):
+                return False
+    return True
+
+
 def begin_flush(out: BinaryIO, nbytes: int) -> None:
     """Let the disk begin with the last `nbytes` written, so that the flush at the end of the file has less to wait for.
 

@@ -103,7 +103,7 @@ def _dry_run(
         if name in edits
         else f"rename {moved[name].name}"
         if name in moved
-        else "remove"
+        else ("remove" if output is None else "leave out")
         if content is None
         else f"write, {content.nbytes} bytes"
         for name, content in change.files.items()

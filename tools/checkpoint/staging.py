@@ -73,10 +73,9 @@ def write_content(content: Content, target: Path) -> int:
 def _write_tensors(sources: Iterable[Source], out: BinaryIO) -> None:
     for source in _runs(sources):
         if isinstance(source, Computed):
-            data = source.read()
-            if len(data) != source.nbytes:
-                raise AssertionError(f"{len(data)} bytes computed, {source.nbytes} announced")
-            out.write(data)
+            written = sum(out.write(block) for block in source.blocks())
+            if written != source.nbytes:
+                raise AssertionError(f"{written} bytes computed, {source.nbytes} announced")
         else:
             path, start, end = source
             with path.open("rb") as file:

@@ -8,6 +8,7 @@ from tools.checkpoint.heads import Head, architectures_of, find_heads
 from tools.checkpoint.layout import HEAD_FILES, Checkpoint, Weights, checkpoints_in
 from tools.checkpoint.report import Report, size_text
 from tools.checkpoint.wrappers import ACTOR_CRITIC, strip_wrappers
+from tools.lora.serving import serving_limits
 from tools.postprocess.options import CheckpointDir
 
 
@@ -27,6 +28,7 @@ def inspect(checkpoint: CheckpointDir) -> Report:
             details[f"{name} weights"] = _weights(weights)
     if opened.adapter_config is not None:
         details["adapter_config.json"] = _adapter(opened.adapter_config)
+        details["serving"] = serving_limits(opened.adapter_config) or "as an adapter, nothing in the way"
     elif opened.config is not None:
         details["config.json"] = _config(opened.config)
     for where, weights in (("weights", opened.model), ("adapter", opened.adapter), ("head file", opened.head)):

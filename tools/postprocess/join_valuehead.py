@@ -1,6 +1,5 @@
 """Value head: put back from its own file into the weights, as the trainer had it."""
 
-import math
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from tools.checkpoint.change import (
     Source,
     Stored,
     TensorFile,
-    json_file,
+    index_file,
     refuse_ungathered,
     renamed,
     stored,
@@ -151,14 +150,7 @@ def _with_head(
     shards[last.name] = _placed(shards[last.name], head)
     changed: dict[str, Content | None] = {last.name: TensorFile(shards[last.name], last.metadata)}
     if model.index is not None:
-        metadata = dict(model.index.get("metadata") or {})
-        if "total_size" in metadata:
-            metadata["total_size"] += sum(source.nbytes for source in head.values())
-        if "total_parameters" in metadata:
-            metadata["total_parameters"] += sum(math.prod(source.shape) for source in head.values())
-        weight_map = {name: shard for shard, tensors in shards.items() for name in tensors}
-        index = {**model.index, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        changed[model.index_name] = json_file(index)
+        changed[model.index_name] = index_file(shards, model)
     return changed
 
 

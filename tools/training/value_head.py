@@ -92,8 +92,8 @@ class ValueHeadModel(nn.Module):  # type: ignore[misc]  # torch is not typed her
         """
         model = self.decoder.get_base_model() if self.has_adapter else self.decoder
         backbone = model.base_model  # everything but lm_head; the adapter's layers are inside
-        positions = _positions(backbone, attention_mask)
-        outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions)
+        at = positions(backbone, attention_mask)
+        outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **at)
         column = torch.arange(input_ids.shape[1], device=input_ids.device)
         last = (attention_mask * column).argmax(-1)  # [batch]
         scores: torch.Tensor = self.v_head(outputs.last_hidden_state[torch.arange(len(last), device=last.device), last])
@@ -190,9 +190,9 @@ def _hidden_size(decoder: Any) -> int:
     return int(embeddings.weight.shape[1])
 
 
-def _positions(backbone: Any, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def positions(model: Any, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """`position_ids` where padding on the left would shift them, and the decoder takes them: [batch, length]."""
-    if attention_mask[:, 0].all() or "position_ids" not in inspect.signature(backbone.forward).parameters:
+    if attention_mask[:, 0].all() or "position_ids" not in inspect.signature(model.forward).parameters:
         return {}
     return {"position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0)}
 

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from tools.training.callbacks.fix_valuehead import FixValueHeadModelCallback, fix_valuehead_checkpoint
     from tools.training.callbacks.initial_adapter import InitialAdapterCallback
     from tools.training.callbacks.log import LogCallback
+    from tools.training.callbacks.pissa_convert import PissaConvertCallback
     from tools.training.callbacks.reporter import ReporterCallback
     from tools.training.callbacks.save_processor import SaveProcessorCallback
     from tools.training.callbacks.stop import StopCallback
@@ -17,6 +18,7 @@ __all__ = [
     "FixValueHeadModelCallback",
     "InitialAdapterCallback",
     "LogCallback",
+    "PissaConvertCallback",
     "ReporterCallback",
     "SaveProcessorCallback",
     "StopCallback",
@@ -29,6 +31,7 @@ _MODULES = {
     "FixValueHeadModelCallback": "fix_valuehead",
     "InitialAdapterCallback": "initial_adapter",
     "LogCallback": "log",
+    "PissaConvertCallback": "pissa_convert",
     "ReporterCallback": "reporter",
     "SaveProcessorCallback": "save_processor",
     "StopCallback": "stop",

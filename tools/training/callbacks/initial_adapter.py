@@ -30,8 +30,8 @@ class InitialAdapterCallback(TrainerCallback):  # type: ignore[misc]  # transfor
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        adapted = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
-        if adapted is None or not changes_base(getattr(adapted.active_peft_config, "init_lora_weights", True)):
+        adapted = base_changing(model)
+        if adapted is None:
             return
         folder = Path(args.output_dir) / INITIAL_ADAPTER
         if state.global_step > 0:
@@ -40,6 +40,13 @@ class InitialAdapterCallback(TrainerCallback):  # type: ignore[misc]  # transfor
             _check_same(adapted, folder)
         elif state.is_world_process_zero:
             save(adapted, folder)
+
+
+def base_changing(model: Any) -> PeftModel | None:
+    """The PEFT model in a model, wrapped or not, when the init of its active adapter has changed the base."""
+    adapted = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    init = getattr(adapted.active_peft_config, "init_lora_weights", True) if adapted is not None else True
+    return adapted if changes_base(init) else None
 
 
 def add_adapter(base: Any, config: LoraConfig, folder: Path) -> PeftModel:
@@ -69,16 +76,18 @@ def add_adapter(base: Any, config: LoraConfig, folder: Path) -> PeftModel:
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapter as it is to `folder`, by rename, as one that loads on the original base (init true)."""
+    """Write the active adapter as it is to `folder`, by rename, as one whose init is over (init true)."""
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    config = model.peft_config[ADAPTER]
+    name = model.active_adapter
+    config = model.peft_config[name]
     init, config.init_lora_weights = config.init_lora_weights, True
     try:
-        model.save_pretrained(str(draft), selected_adapters=[ADAPTER])
+        model.save_pretrained(str(draft), selected_adapters=[name])
     finally:
         config.init_lora_weights = init
-    draft.rename(folder)
+    (draft if name == ADAPTER else draft / name).rename(folder)
+    shutil.rmtree(draft, ignore_errors=True)
 
 
 def require(folder: Path) -> None:
@@ -113,7 +122,7 @@ def _check_same(model: PeftModel, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     kept = load_peft_weights(str(folder), device="cpu")
-    now = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    now = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     if kept.keys() != now.keys() or not all(torch.equal(kept[name], now[name].cpu()) for name in kept):
         raise CheckpointError(
             folder, "the initial adapter of another start", "move it away, or choose another output_dir"

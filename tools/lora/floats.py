@@ -1,0 +1,65 @@
+"""Stored tensors as arrays: their bits for what only moves, their numbers for what is computed.
+
+numpy knows no bfloat16: it is the upper half of a float32, so it is widened by a shift and rounded on the bits.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from tools.checkpoint.change import Computed, Source, Stored
+from tools.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SIGN_BIT = {"F64": 1 << 63, "F32": 1 << 31, "F16": 1 << 15, "BF16": 1 << 15}
+_BITS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}
+_NUMBERS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+# The relative error of one rounding.
+EPSILON = {"F64": 2.0**-53, "F32": 2.0**-24, "F16": 2.0**-11, "BF16": 2.0**-8}
+
+
+def require_floats(source: Stored) -> None:
+    """Raise CheckpointError unless the tensor is of a dtype that can be computed with here."""
+    if source.dtype not in _BITS:
+        problem = f"{source.name} is {source.dtype} {list(source.shape)}; only floating-point matrices can be converted"
+        raise CheckpointError(source.file.path, problem)
+
+
+def bits(source: Source) -> "NDArray[Any]":
+    """The tensor as unsigned integers of its width, in its shape."""
+    import numpy as np
+
+    return np.frombuffer(source.read(), dtype=_BITS[source.dtype]).reshape(source.shape)
+
+
+def negated(values: "NDArray[Any]", dtype: str) -> "NDArray[Any]":
+    """Bits of numbers with their sign turned."""
+    turned: NDArray[Any] = values ^ values.dtype.type(SIGN_BIT[dtype])
+    return turned
+
+
+def numbers(source: Source) -> "NDArray[Any]":
+    """The tensor in float32, or float64 when it is stored so; exact."""
+    import numpy as np
+
+    if source.dtype == "BF16":
+        wide: NDArray[Any] = bits(source).astype("<u4") << 16
+        return wide.view(np.float32)
+    values = np.frombuffer(source.read(), dtype=_NUMBERS[source.dtype]).reshape(source.shape)
+    return values if source.dtype == "F64" else values.astype("<f4")
+
+
+def rounded(values: "NDArray[Any]", dtype: str) -> bytes:
+    """Numbers as bytes of `dtype`, each rounded once to the nearest, ties to even."""
+    import numpy as np
+
+    if dtype != "BF16":
+        return bytes(values.astype(_NUMBERS[dtype]).tobytes())
+    wide = np.ascontiguousarray(values, dtype="<f4").view("<u4")
+    return bytes(((wide + (0x7FFF + ((wide >> 16) & 1))) >> 16).astype("<u2").tobytes())
+
+
+def computed(values: "NDArray[Any]", dtype: str, sources: tuple[Stored, ...]) -> Computed:
+    """A tensor of these numbers, computed from `sources`."""
+    data = rounded(values, dtype)
+    return Computed(dtype, tuple(values.shape), len(data), lambda: (data,), sources)

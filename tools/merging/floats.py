@@ -1,0 +1,88 @@
+"""Stored numbers as float32, and back into the dtype they were stored in, rounded once.
+
+numpy knows no bfloat16: it is the upper half of a float32, so it is widened by a shift and rounded on the bits.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.checkpoint.change import Stored
+from tools.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from numpy import float32
+    from numpy.typing import NDArray
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+def widened(raw: bytes, dtype: str) -> "NDArray[float32]":
+    """Little-endian `F32`, `F16` or `BF16` bytes as a new or read-only float32 vector; exact."""
+    import numpy as np
+
+    if dtype == "BF16":
+        bits = np.frombuffer(raw, "<u2").astype("<u4")
+        bits <<= 16
+        return bits.view(np.float32)
+    return np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32, copy=False)
+
+
+def rounded(values: "NDArray[float32]", dtype: str) -> bytes:
+    """Float32 values as bytes of `dtype`, each rounded to the nearest, ties to even; `values` is used up.
+
+    Raises FloatingPointError for a finite value that float16 cannot hold.
+    """
+    import numpy as np
+
+    if dtype == "F32":
+        return values.tobytes()
+    if dtype == "F16":
+        with np.errstate(over="raise"):
+            return values.astype("<f2").tobytes()
+    bits = values.view(np.uint32)
+    odd = bits >> 16
+    odd &= 1
+    odd += 0x7FFF
+    bits += odd
+    bits >>= 16
+    return bits.astype("<u2").tobytes()
+
+
+def matrix(source: Stored) -> "NDArray[float32]":
+    """A stored tensor as float32, in its shape.
+
+    Raises CheckpointError for a dtype that is none of these, and for a value that is no finite number.
+    """
+    import numpy as np
+
+    require_floats(source)
+    values = widened(source.read(), source.dtype).reshape(source.shape)
+    if not np.isfinite(values).all():
+        raise CheckpointError(source.file.path, f"{source.name} holds NaN or infinity", "the training had diverged")
+    return values
+
+
+class Matrices:
+    """Stored tensors as float32; the last four stay in memory, since experts share one."""
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[Path, str], NDArray[float32]] = {}
+
+    def __call__(self, source: Stored) -> "NDArray[float32]":
+        key = (source.file.path, source.name)
+        if key not in self._recent:
+            self._recent[key] = matrix(source)
+            if len(self._recent) > 4:
+                del self._recent[next(iter(self._recent))]
+        return self._recent[key]
+
+
+def require_floats(source: Stored) -> None:
+    """Raise CheckpointError unless the tensor is float32, float16 or bfloat16."""
+    if source.dtype not in ITEM_BYTES:
+        raise unknown_dtype(source.file.path, source.name, source.dtype)
+
+
+def unknown_dtype(path: Path, name: str, dtype: str) -> CheckpointError:
+    """The error for a tensor whose numbers cannot be computed with here."""
+    return CheckpointError(path, f"{name} is {dtype}; only F32, F16 and BF16 are computed with")

@@ -1,0 +1,52 @@
+"""Whether embedding and output matrix of a merged model are one, as they were for the adapter when it was trained."""
+
+from collections.abc import Sequence
+
+from tools.checkpoint.change import Stored
+from tools.merging.adapter import Adapter
+from tools.merging.base import Base, is_head
+from tools.merging.model_config import is_tied, says_tied
+from tools.merging.parameters import Parameters
+from tools.merging.stored_rows import equal
+
+
+def output_matrix(base: Base, parameters: Parameters, adapters: Sequence[Adapter]) -> tuple[str | None, Stored | None]:
+    """The name of an output matrix that a tied model gets as its own, and the tensor it starts from.
+
+    The name is None where there is none to add: nothing was tied, or it still is. Then a tensor without a name is the
+    copy of the embedding in the files, which would be stale and goes.
+    """
+    embedding, copy = base.embedding, _copy(base)
+    if embedding is None or not (copy or (base.head is None and is_tied(base.config))):
+        return None, None
+    head = base.head or next((name for name in sorted(parameters.touched) if is_head(name)), "lm_head.weight")
+    if not parameters.touched & {embedding, head}:
+        return None, None
+    if _stay_one(embedding, head, parameters, adapters):
+        return None, copy
+    return head, parameters.weights.get(head, parameters.weights[embedding])
+
+
+def _copy(base: Base) -> Stored | None:
+    """The output matrix in the files of a base that says it is tied; None when it has other values all the same."""
+    if base.head is None or base.embedding is None or says_tied(base.config) is not True:
+        return None
+    head, embedding = base.tensors[base.head], base.tensors[base.embedding]
+    return head if head.shape == embedding.shape and equal(head, embedding) else None
+
+
+def _stay_one(embedding: str, head: str, parameters: Parameters, adapters: Sequence[Adapter]) -> bool:
+    """PEFT 0.21 adapts one of two tied modules alone, unless `ensure_weight_tying` says otherwise.
+
+    Rows of single tokens always go to both, and so does what a resized vocabulary makes it save.
+    """
+    if any(adapter.ties for adapter in adapters):
+        return True
+    if head in parameters.low_rank or embedding in parameters.low_rank or head in parameters.tokens:
+        return False
+    saved = [parameters.saved[name] for name in (embedding, head) if name in parameters.saved]
+    if len(saved) == 2:
+        return saved[0].shape == saved[1].shape and equal(*saved)
+    return head not in parameters.saved and not any(
+        adapter.saves(embedding.removesuffix(".weight")) for adapter in adapters
+    )

@@ -1,0 +1,127 @@
+"""Adapter and base: merged into a whole model, one tensor at a time."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tools.checkpoint.change import Change, Computed, Stored, TensorFile
+from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.layout import Checkpoint
+from tools.checkpoint.receipts import fingerprint
+from tools.checkpoint.report import Report
+from tools.checkpoint.rewrite import rewrite
+from tools.merging.adapter import read_adapter
+from tools.merging.base import Base, open_base
+from tools.merging.low_rank import Block
+from tools.merging.plan import merge_plan
+from tools.merging.shards import size_in_bytes
+from tools.postprocess.options import DryRun, NewDir, Overwrite
+from tools.postprocess.progress import progress
+
+
+def merge_adapter(
+    adapter: Annotated[Path, typer.Argument(help="The trained LoRA adapter.", show_default=False)],
+    *,
+    output: NewDir,
+    base: Annotated[
+        str | None, typer.Option(help="The model it was trained on; default: the one that adapter_config.json names.")
+    ] = None,
+    weight: Annotated[float, typer.Option(help="By how much the adapter's changes are multiplied.")] = 1.0,
+    more: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="DIR[=WEIGHT]", help="Another adapter to add; may be given more than once."),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Largest weight file, as 5GB; default: files as in the base.")
+    ] = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+) -> Report:
+    """Merge a LoRA adapter into its base: a whole model in a new directory, which loads without PEFT.
+
+    One tensor at a time, in float32, rounded once to the dtype it has in the base, so memory stays small whatever the
+    size of the model. Tokenizer, processor and value head come from the adapter's directory when they are there, all
+    else from the base.
+
+    Example: tools merge-adapter runs/sft/lora --base models/SmolLM2-135M-Instruct -o runs/sft/merged
+    """
+    opened = Checkpoint.open(adapter)
+    read_adapter(opened)  # what is wrong with it is said before its base is looked for
+    model = open_base(opened, base)
+    others = [_other(text) for text in more or ()]
+    largest = size_in_bytes(max_shard_size) if max_shard_size else None
+    with progress("merging") as show:
+        watch = _Watch(opened.path, show)
+
+        def plan(first: Checkpoint) -> Change:
+            adapters = [read_adapter(first, weight), *(read_adapter(Checkpoint.open(p), w) for p, w in others)]
+            change = merge_plan(adapters, model, largest, watch.blocks)
+            watch.expect(change)
+            return change
+
+        return rewrite(
+            "merge-adapter",
+            adapter,
+            plan,
+            output=output,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            options=_options(adapter, model, weight, others, max_shard_size),
+        )
+
+
+def _other(text: str) -> tuple[Path, float]:
+    """`DIR=0.5` or `DIR`, the last with weight 1; a directory whose own name has a `=` needs the weight behind it."""
+    path, separator, weight = text.rpartition("=")
+    if not separator:
+        return Path(text), 1.0
+    try:
+        return Path(path), float(weight)
+    except ValueError:
+        problem = f"{weight} is not a weight"
+        raise CheckpointError("--with", problem, "write the directory, then = and a number: lora=0.5") from None
+
+
+def _options(
+    adapter: Path, base: Base, weight: float, others: list[tuple[Path, float]], max_shard_size: str | None
+) -> dict[str, Any]:
+    """What the receipt records: the output is made again when any of it has changed."""
+
+    def recorded(path: Path) -> dict[str, Any]:
+        files = {
+            file.name: fingerprint(file)
+            for each in Checkpoint.open(path).weights
+            for file in (f.path for f in each.files)
+        }
+        return {"path": os.path.relpath(path, adapter), "files": files}
+
+    options = {"base": recorded(base.path), "weight": weight, "max_shard_size": max_shard_size}
+    options["with"] = [{**recorded(path), "weight": number} for path, number in others]
+    return {key: value for key, value in options.items() if value}
+
+
+class _Watch:
+    """Sees every block of the merged tensors: shows how far it is, and refuses a result that equals the base."""
+
+    def __init__(self, adapter: Path, show: Callable[[int, int], None]) -> None:
+        self.adapter, self.show, self.total, self.done, self.changed = adapter, show, 0, 0, False
+
+    def expect(self, change: Change) -> None:
+        files = [content for content in change.files.values() if isinstance(content, TensorFile)]
+        sources = [source for content in files for source in content.tensors.values()]
+        self.total = sum(source.nbytes for source in sources if isinstance(source, Computed))
+        self.done = 0
+        self.changed = any(isinstance(each, Stored) and each.file.path.parent == self.adapter for each in sources)
+
+    def blocks(self, blocks: Iterable[Block]) -> Iterator[bytes]:
+        for old, new in blocks:
+            self.changed = self.changed or old != new
+            self.done += len(new)
+            self.show(len(new), self.total)
+            yield new
+        if self.done == self.total and not self.changed:
+            problem = "changes nothing: every number of the base is the same after the merge"
+            raise CheckpointError(self.adapter, problem, "was it saved before the first step?")
