@@ -128,6 +128,7 @@ def test_the_constant_that_a_classifier_keeps_in_its_config_is_added(tiny: Path,
 def test_a_reward_model_of_openrlhf_is_normalised_as_it_does(name: str, tiny: Path, tmp_path: Path) -> None:
     path = build(name, tiny, tmp_path / "checkpoint")
     torch.testing.assert_close(scores(path), (by_hand(path) - 0.5) / 2.0, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores(path, normalised=False), by_hand(path), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*LINEAR, *MLP, *OPENRLHF, "classifier", "token-classifier"])
