@@ -173,7 +173,7 @@ def test_heads_of_other_frameworks(framework: str, tiny: Path, tmp_path: Path) -
     save_file(renamed | {name: weight}, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"architectures": [architecture], **OF_OPENRLHF}))
-    report = export_reward_model(path, output=tmp_path / "classifier")
+    report = export_reward_model(path, output=tmp_path / "classifier", verify=True)
     assert report.details["reward"] == "(score - 0.5) / 2.0, by mean and std in config.json"
     found = load_file(tmp_path / "classifier/model.safetensors")
     assert found.keys() == decoder.keys() | {"score.weight"}

@@ -8,6 +8,7 @@ from typing import Any
 import heads
 import pytest
 import torch
+import transformers
 from frameworks import FRAMEWORKS, H, peft_classifier, recorded
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -127,6 +128,7 @@ def test_the_constant_that_a_classifier_keeps_in_its_config_is_added(tiny: Path,
 def test_a_reward_model_of_openrlhf_is_normalised_as_it_does(name: str, tiny: Path, tmp_path: Path) -> None:
     path = build(name, tiny, tmp_path / "checkpoint")
     torch.testing.assert_close(scores(path), (by_hand(path) - 0.5) / 2.0, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores(path, normalised=False), by_hand(path), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*LINEAR, *MLP, *OPENRLHF, "classifier", "token-classifier"])
@@ -226,3 +228,30 @@ def test_the_page_on_value_heads_has_every_layout_of_the_catalogue() -> None:
         for framework in layout.frameworks.split(", "):
             assert framework in page
         assert layout.label in page
+
+
+FAMILIES: dict[str, dict[str, int]] = {
+    "Qwen2ForSequenceClassification": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "Gemma2ForSequenceClassification": {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8},
+    "GPT2ForSequenceClassification": {"n_embd": H, "n_layer": 2, "n_head": 4},
+    "GPT2ForTokenClassification": {"n_embd": H, "n_layer": 2, "n_head": 4},
+    "GPTNeoXForTokenClassification": {"num_hidden_layers": 2, "num_attention_heads": 4},
+    "OPTForSequenceClassification": {"num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48},
+    "BloomForSequenceClassification": {"n_layer": 2, "n_head": 4},
+    "FalconForTokenClassification": {"num_hidden_layers": 2, "num_attention_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_scores_as_the_classifier_of_each_family(name: str, tmp_path: Path) -> None:
+    model_class = getattr(transformers, name)
+    sizes = {"vocab_size": 64, "hidden_size": H, "intermediate_size": 48, "num_labels": 1, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**{**sizes, **FAMILIES[name]})).eval()
+    model.save_pretrained(tmp_path)
+    ids, mask = RIGHT
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask).logits[..., 0]
+    expected = logits if logits.dim() == 1 else logits[torch.arange(2), (mask * torch.arange(5)).argmax(-1)]
+    torch.testing.assert_close(scores(tmp_path), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores(tmp_path, LEFT), expected, rtol=0, atol=1e-6)

@@ -38,7 +38,7 @@ def scorer(path: Path) -> Scorer:
     """A function from token ids and attention mask, int64 [batch, length], to the score of each row, float32 [batch].
 
     The score stands at the last token that is no padding, and positions count from the first. The bias that a sequence
-    classifier keeps in config.json is added.
+    classifier keeps in config.json is added; OpenRLHF's mean and deviation are left out, as classifiers leave them out.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -59,7 +59,7 @@ def scorer(path: Path) -> Scorer:
     if any(name.endswith("ForTokenClassification") for name in names):
         token = load(AutoModelForTokenClassification)
         return lambda ids, mask: _last(token(ids, attention_mask=mask, **positions(token, mask)).logits[..., 0], mask)
-    return load_value_head(path).float()  # type: ignore[no-any-return]
+    return load_value_head(path, normalised=False).float()  # type: ignore[no-any-return]
 
 
 def _last(values: "torch.Tensor", mask: "torch.Tensor") -> "torch.Tensor":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.change import Source, refuse_ungathered, stored
+from tools.checkpoint.classifiers import SCORE_BIAS
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.head_files import refuse_contradictions, refuse_other_values
 from tools.checkpoint.head_layouts import layouts_for
@@ -14,9 +15,6 @@ from tools.checkpoint.wrappers import bare_names
 
 if TYPE_CHECKING:
     import torch
-
-# The constant that a sequence classifier, whose layer has no bias, leaves out of its scores.
-SCORE_BIAS = "score_bias"
 
 
 @dataclass(frozen=True)

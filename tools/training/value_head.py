@@ -125,7 +125,7 @@ def save(model: ValueHeadModel, folder: Path, *, max_shard_size: str = "50GB") -
         model.decoder.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
 
 
-def load(path: Path, base: Path | None = None, *, head: str | None = None) -> ValueHeadModel:
+def load(path: Path, base: Path | None = None, *, head: str | None = None, normalised: bool = True) -> ValueHeadModel:
     """The model of a checkpoint with its value head, in eval mode, from any layout whose head can be scored with.
 
     The decoder keeps the dtype in which it is stored, the head is float32. For an adapter, `base` is the model it
@@ -133,13 +133,13 @@ def load(path: Path, base: Path | None = None, *, head: str | None = None) -> Va
     has. `head` chooses among several heads, by the first part of their names. Raises CheckpointError when there is no
     head, when it does not give one score from the last hidden state, when a weight would be random, and for an adapter
     that was trained on a changed base. What OpenRLHF takes from its scores outside of training (`normalize_reward`) is
-    a part of the head that comes back.
+    a part of the head that comes back, unless `normalised` is false.
     """
     checkpoint = Checkpoint.open(path)
     stored = _required(checkpoint, choose(checkpoint, head, _CHOICE))
     decoder = load_decoder(checkpoint, stored_heads(checkpoint), base)
     module = module_of(stored)
-    if isinstance(module, ValueHead):
+    if normalised and isinstance(module, ValueHead):
         module.normalise(*stored.normalisation)
     model = ValueHeadModel(decoder, module)
     model.eval()
