@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import wandb
-from plain_trainer import plain_trainer
 from runs import forget_after, reward, run_in
+from tiny_trainer import plain_trainer
 
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.training.callbacks import ReporterCallback
