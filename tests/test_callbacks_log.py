@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_trainer import Rows, plain_trainer
+from tiny_trainer import Rows, plain_trainer
 from transformers import TrainerState
 
 from tools.training.callbacks import LogCallback, json_lines, log, memory

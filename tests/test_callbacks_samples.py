@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from characters import save_llama
-from plain_trainer import plain_trainer
 from runs import assert_same, forget_after, reward, rows, run_in
+from tiny_trainer import plain_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tools.checkpoint.errors import CheckpointError

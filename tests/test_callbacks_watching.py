@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from plain_trainer import plain_trainer, tiny_llama
 from runs import rows
+from tiny_trainer import plain_trainer, tiny_llama
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from tools.training.callbacks import (

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain_trainer import Rows, plain_trainer, tiny_llama
 from runs import forget_after, reward, run_in
 from safetensors.torch import load_file
+from tiny_trainer import Rows, plain_trainer, tiny_llama
 from transformers import TrainerCallback
 
 from tools.checkpoint.errors import CheckpointError

@@ -14,7 +14,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-from plain_trainer import plain_trainer
+from tiny_trainer import plain_trainer
 from tools.training.callbacks import (
     GradientNormsCallback, LogCallback, MemoryCallback, ModelHookCallback, NonFiniteCallback, ReporterCallback,
     SamplesCallback, StopCallback,

@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from plain_trainer import plain_trainer
+import wandb
 from runs import forget_after, reward, run_in
+from tiny_trainer import plain_trainer
 
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.training.callbacks import ReporterCallback
@@ -33,6 +34,7 @@ def finished(run: Path, heads: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    wandb.teardown()  # it reads the environment once in a process
     for name, value in (("WANDB_MODE", "offline"), ("SWANLAB_MODE", "offline"), ("WANDB_SILENT", "true")):
         monkeypatch.setenv(name, value)
     for name in ("WANDB_DIR", "TRACKIO_DIR"):
@@ -184,7 +186,7 @@ def test_lg_11_a_resumed_run_goes_on_in_the_run_of_its_tracker(config: Path, run
         train(config, [f"report.report_to={name}", run_in(config, "reported")])
         tracker.finish()
         if name == "wandb":
-            tracker.teardown()  # it reads the environment once in a process
+            tracker.teardown()
         kept = json.loads((config.parent / "reported" / ".burnish" / "trackers.json").read_text())
         ids.append(kept["runs"][name]["id"])
     assert ids[0] == ids[1]
