@@ -9,7 +9,7 @@ import actor_critic
 import heads
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from snapshots import contents, state
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -193,6 +193,25 @@ def test_one_classifier_becomes_the_other(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert largest_difference(path, tmp_path / "sequence") <= 1e-6
     assert "score_bias" not in json.loads((tmp_path / "token again/config.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_embeddings_that_a_save_kept_as_lm_head_alone(family: str, tmp_path: Path) -> None:
+    """As safetensors' save_model leaves tied weights: one name, the other noted in the metadata."""
+    path = reward_model(tmp_path / "rm", family, vocab_size=80)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    expected = model.get_input_embeddings().weight
+    model.v_head = torch.nn.ModuleDict({"summary": torch.nn.Linear(32, 1)})
+    save_model(model, str(path / "model.safetensors"))
+    assert [n for n, t in load_file(path / "model.safetensors").items() if t.shape == expected.shape] == [
+        "lm_head.weight"
+    ]
+    export_reward_model(path, output=tmp_path / "classifier", verify=True)
+    classifier = loaded(AutoModelForSequenceClassification, tmp_path / "classifier")
+    assert torch.equal(classifier.get_input_embeddings().weight, expected)
+    save_file(load_file(path / "model.safetensors"), path / "model.safetensors")  # nobody noted the other name
+    with pytest.raises(CheckpointError, match=r"the tied embeddings are here as lm_head.weight alone"):
+        export_reward_model(path, output=tmp_path / "other")
 
 
 def test_vh_13_a_model_that_is_a_classifier_already_is_copied(tmp_path: Path) -> None:

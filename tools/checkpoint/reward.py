@@ -122,4 +122,24 @@ def _rest(
             problem = f"{name} is neither of the decoder of {family.causal} nor of its value head"
             raise CheckpointError(source.path / model.name, problem)
         part[bare] = tensor
+    return _with_embeddings(source, model, family, decoder, lm_head)
+
+
+def _with_embeddings(
+    source: Checkpoint, model: Weights, family: Family, decoder: dict[str, Stored], lm_head: dict[str, Stored]
+) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """The same with tied embeddings under the name that the decoder has for them, where a save kept lm_head alone.
+
+    safetensors' save_model notes the name that it dropped, and the one that it kept, in the metadata of the file.
+    """
+    tied = lm_head.get(LM_HEAD[0]) if family.is_tied(source.config or {}) else None
+    if tied is None:
+        return decoder, lm_head
+    dropped = [strip_wrappers(name) for name, kept in tied.file.metadata.items() if kept == tied.name]
+    names = [name for name in dropped if name.startswith(f"{family.base}.") and name not in decoder]
+    if names:
+        return decoder | {names[0]: tied}, {}
+    if not any(tensor.shape == tied.shape for tensor in decoder.values()):
+        problem = f"the tied embeddings are here as {tied.name} alone, not as a part of the decoder"
+        raise CheckpointError(source.path / model.name, problem, "save it with save_pretrained")
     return decoder, lm_head
