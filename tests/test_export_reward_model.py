@@ -182,6 +182,12 @@ def test_heads_of_other_frameworks(framework: str, tiny: Path, tmp_path: Path) -
     assert torch.equal(load_file(tmp_path / "token/model.safetensors")["score.bias"], torch.zeros(1))
 
 
+def test_a_wrapper_of_bare_decoders_before_the_names_of_a_whole_model(tiny: Path, tmp_path: Path) -> None:
+    path = padded(heads.flat(tiny, tmp_path / "rm", prefix="rwtransformer."))
+    export_reward_model(path, output=tmp_path / "classifier")
+    loaded(AutoModelForSequenceClassification, tmp_path / "classifier")
+
+
 def test_one_classifier_becomes_the_other(tmp_path: Path) -> None:
     path = reward_model(tmp_path / "rm")
     export_reward_model(path, output=tmp_path / "token", to=TOKEN)

@@ -113,7 +113,7 @@ def _rest(
         if name in head:
             continue
         bare = strip_wrappers(name)
-        if _BARE_DECODER in name:
+        if _BARE_DECODER in name and not bare.startswith((f"{family.base}.", *LM_HEAD)):
             bare = f"{family.base}.{bare.removeprefix(_BARE_DECODER)}"
         part = lm_head if bare in LM_HEAD else decoder
         if bare in part:
