@@ -151,6 +151,31 @@ def test_a_bias_survives_config_json_to_the_bit(dtype: torch.dtype, tiny: Path, 
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bias", "expected"),
+    [
+        (torch.float16, 100000.0, torch.float32),
+        (torch.bfloat16, 0.10000000149011612, torch.float32),  # of a float32 head
+        (torch.float16, 0.1, torch.float64),
+        (torch.float16, 0.25, torch.float16),
+        (torch.float8_e4m3fn, 0.25, torch.float32),
+        (torch.float32, 1e300, torch.float64),
+    ],
+)
+def test_a_bias_that_the_dtype_of_the_weight_does_not_hold(
+    dtype: torch.dtype, bias: float, expected: torch.dtype, tiny: Path, tmp_path: Path
+) -> None:
+    export_reward_model(padded(heads.flat(tiny, tmp_path / "rm")), output=tmp_path / "classifier")
+    tensors = load_file(tmp_path / "classifier/model.safetensors")
+    tensors["score.weight"] = tensors["score.weight"].to(dtype)
+    save_file(tensors, tmp_path / "classifier/model.safetensors")
+    config = json.loads((tmp_path / "classifier/config.json").read_text())
+    (tmp_path / "classifier/config.json").write_text(json.dumps(config | {"score_bias": bias}))
+    export_reward_model(tmp_path / "classifier", output=tmp_path / "back", to=VALUE_HEAD, base=tiny)
+    found = load_file(tmp_path / "back/value_head.safetensors")["v_head.summary.bias"]
+    assert (found.dtype, found.double().item()) == (expected, bias)
+
+
 OTHER_HEADS = {
     "DeepSpeed-Chat": ("v_head.weight", "rwtransformer.", "LlamaForCausalLM"),
     "OpenRLHF": ("score.weight", "model.", "RewardModel"),
