@@ -280,6 +280,9 @@ REFUSED: dict[str, dict[str, torch.Tensor | None]] = {
     r"several value heads: v_head.summary.bias, v_head.summary.weight, score.weight; choose one with --head": {
         "score.weight": torch.zeros(1, 32)
     },
+    r"v_head.summary.weight \[1, 16\]: no tensor of the decoder is as wide": {
+        "v_head.summary.weight": torch.ones(1, 16)
+    },
     r"the bias of its head is nan, not a finite number": {"v_head.summary.bias": torch.tensor([float("nan")])},
     r"v_head.summary.weight has 0 elements": {"v_head.summary.weight": torch.zeros(0)},
 }
@@ -293,6 +296,18 @@ def test_what_is_not_understood_is_refused_by_name(problem: str, tiny: Path, tmp
     with pytest.raises(CheckpointError, match=problem):
         export_reward_model(path, output=tmp_path / "classifier")
     assert not (tmp_path / "classifier").exists()
+
+
+@pytest.mark.parametrize("form", [SEQUENCE, TOKEN, VALUE_HEAD])
+def test_a_classifier_with_a_head_in_a_file_is_refused(form: Any, tiny: Path, tmp_path: Path) -> None:
+    export_reward_model(padded(heads.flat(tiny, tmp_path / "rm")), output=tmp_path / "classifier")
+    save_file(heads.HEAD, tmp_path / "classifier/value_head.safetensors")
+    with pytest.raises(CheckpointError, match=r"score.weight is in the weights, and a head in value_head.safetensors"):
+        export_reward_model(tmp_path / "classifier", output=tmp_path / "out", to=form, base=tiny)
+    (tmp_path / "classifier/value_head.safetensors").unlink()
+    fix_valuehead(tmp_path / "classifier", head="score")
+    with pytest.raises(CheckpointError, match=r"its head was split into .*; run tools join-valuehead first"):
+        export_reward_model(tmp_path / "classifier", output=tmp_path / "out", to=form, base=tiny)
 
 
 def test_an_untied_lm_head_is_asked_for(tiny: Path, tmp_path: Path) -> None:
