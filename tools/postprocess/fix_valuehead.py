@@ -98,8 +98,11 @@ def _plan(source: Checkpoint, wanted: str | None, safetensors: bool, config_from
 def _chosen(source: Checkpoint, model: Weights, wanted: str | None) -> Head | None:
     """The head to split; None as well where the head file holds the wanted one already and the weights do not."""
     if wanted and source.head:
-        split, left = (find_heads(weights.tensors, source.config) for weights in (source.head, model))
-        if wanted in {head.label for head in split} - {head.label for head in left}:
+        split, left = (
+            {name for head in find_heads(weights.tensors, source.config) for name in (head.label, head.layout.prefix)}
+            for weights in (source.head, model)
+        )
+        if wanted in split - left:
             return None
     return choose_head(source.path, model.tensors, source.config, wanted)
 
