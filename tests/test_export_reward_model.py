@@ -265,6 +265,32 @@ def test_verify_compares_scores_and_fails_beyond_the_tolerance(tmp_path: Path) -
     assert largest_difference(path, tmp_path / "classifier") == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"vocab_size": None}, "vocab_size in config.json is None, so there are no tokens to score"),
+        ({"tie_word_embeddings": "false"}, r"transformers does not load it as a .* \(.*tie_word_embeddings"),
+        ({"id2label": "none"}, r"transformers does not load it as a causal LM \("),
+    ],
+)
+def test_verify_says_why_nothing_can_be_compared(
+    fields: dict[str, Any], problem: str, tiny: Path, tmp_path: Path
+) -> None:
+    path = padded(heads.flat(tiny, tmp_path / "rm"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(CheckpointError, match=problem):
+        export_reward_model(path, output=tmp_path / "classifier", verify=True)
+
+
+def test_a_classifier_that_lacks_weights_has_no_scores(tmp_path: Path) -> None:
+    export_reward_model(reward_model(tmp_path / "rm"), output=tmp_path / "classifier")
+    tensors = load_file(tmp_path / "classifier/model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "embed" not in n}, tmp_path / "classifier/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 weights are missing and would be random: model.embed_tokens.weight"):
+        largest_difference(tmp_path / "rm", tmp_path / "classifier")
+
+
 REFUSED: dict[str, dict[str, torch.Tensor | None]] = {
     r"(?=.*v_head.0.weight \[64, 32\])(?=.*one linear layer)": {
         "v_head.0.weight": torch.zeros(64, 32),
