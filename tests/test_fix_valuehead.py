@@ -293,3 +293,8 @@ def test_a_head_that_was_named_and_split_is_nothing_to_do(name: str, tiny: Path,
     assert fix_valuehead(path, head=name).changed
     report = fix_valuehead(path, head=name)
     assert report.summary == "the value head is in value_head.safetensors already; nothing to do"
+
+
+def test_a_model_is_not_said_to_lack_the_lm_head_that_it_has(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint", prefix="rwtransformer.")
+    assert "lm_head" not in fix_valuehead(path).summary

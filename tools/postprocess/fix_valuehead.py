@@ -170,7 +170,8 @@ def _summary(
         parts.append("only the head was saved here, no decoder")
     if head is None and source.head is None:
         parts.append("there is no value head")
-    if decoder and head and (head.declared or "rwtransformer." in wrapper):
+    is_headless = head and (head.declared or "rwtransformer." in wrapper) and "lm_head.weight" not in decoder.values()
+    if decoder and is_headless:
         parts.append(_headless(source))
     if decoder and not (source.config or source.adapter_config or config):
         parts.append("config.json is missing here: copy it with --config-from the base model")
