@@ -90,11 +90,11 @@ def _plans(source: Checkpoint, critic_config: Path | None) -> dict[str, Change]:
     if model is None:
         raise CheckpointError(source.path, "holds no model weights", "name a directory with model.safetensors")
     refuse_ungathered(source)
+    path = source.path / model.name
+    parts = find_parts(path, model)
     if others := [weights.name for weights in (source.adapter, source.head) if weights]:
         problem = f"{' and '.join(others)} beside the weights of policy and value model"
         raise CheckpointError(source.path, problem, "move it away: it is not known which of the two it belongs to")
-    path = source.path / model.name
-    parts = find_parts(path, model)
     if config is None:
         raise CheckpointError(source.path, "has no config.json", "copy that of the policy into it")
     plans = {}
