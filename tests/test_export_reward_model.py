@@ -240,6 +240,9 @@ def test_embeddings_that_a_save_kept_as_lm_head_alone(family: str, tmp_path: Pat
     export_reward_model(path, output=tmp_path / "classifier", verify=True)
     classifier = loaded(AutoModelForSequenceClassification, tmp_path / "classifier")
     assert torch.equal(classifier.get_input_embeddings().weight, expected)
+    save_model(torch.nn.ModuleDict({"pretrained_model": model}), str(path / "model.safetensors"))
+    fix_valuehead(path)
+    export_reward_model(path, output=tmp_path / "of split", verify=True)
     save_file(load_file(path / "model.safetensors"), path / "model.safetensors")  # nobody noted the other name
     with pytest.raises(CheckpointError, match=r"the tied embeddings are here as lm_head.weight alone"):
         export_reward_model(path, output=tmp_path / "other")

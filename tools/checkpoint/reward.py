@@ -149,8 +149,12 @@ def _with_embeddings(
     tied = lm_head.get(LM_HEAD[0]) if family.is_tied(source.config or {}) else None
     if tied is None:
         return decoder, lm_head
-    dropped = [strip_wrappers(name) for name, kept in tied.file.metadata.items() if kept == tied.name]
-    names = [name for name in dropped if name.startswith(f"{family.base}.") and name not in decoder]
+    noted = {strip_wrappers(name): strip_wrappers(kept) for name, kept in tied.file.metadata.items()}
+    names = [
+        name
+        for name, kept in noted.items()
+        if kept in LM_HEAD and name.startswith(f"{family.base}.") and name not in decoder
+    ]
     if names:
         return decoder | {names[0]: tied}, {}
     if not any(tensor.shape == tied.shape for tensor in decoder.values()):
