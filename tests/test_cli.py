@@ -111,6 +111,14 @@ def test_which_checkpoints_of_a_run(tiny: Path, tmp_path: Path) -> None:
     assert "has no checkpoint 12: there are checkpoint-9" in unknown.stderr
 
 
+@pytest.mark.parametrize(("which", "name"), [("0", "checkpoint-0"), ("5", "checkpoint-0005"), ("0007", "checkpoint-7")])
+def test_a_checkpoint_of_a_run_by_its_number(which: str, name: str, tiny: Path, tmp_path: Path) -> None:
+    for each in ("checkpoint-0", "checkpoint-0005", "checkpoint-7"):
+        heads.flat(tiny, tmp_path / "run" / each)
+    done = runner.invoke(app, ["fix-valuehead", str(tmp_path / "run"), "--checkpoint", which, "--json"])
+    assert Path(json.loads(done.stdout)["path"]).name == name
+
+
 def test_one_bad_checkpoint_of_a_run_does_not_hide_the_others(tiny: Path, tmp_path: Path) -> None:
     for number in (1, 2, 3):
         heads.flat(tiny, tmp_path / "run" / f"checkpoint-{number}")

@@ -9,7 +9,7 @@ import actor_critic
 import heads
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from snapshots import contents, state
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -153,6 +153,31 @@ def test_a_bias_survives_config_json_to_the_bit(dtype: torch.dtype, tiny: Path, 
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bias", "expected"),
+    [
+        (torch.float16, 100000.0, torch.float32),
+        (torch.bfloat16, 0.10000000149011612, torch.float32),  # of a float32 head
+        (torch.float16, 0.1, torch.float64),
+        (torch.float16, 0.25, torch.float16),
+        (torch.float8_e4m3fn, 0.25, torch.float32),
+        (torch.float32, 1e300, torch.float64),
+    ],
+)
+def test_a_bias_that_the_dtype_of_the_weight_does_not_hold(
+    dtype: torch.dtype, bias: float, expected: torch.dtype, tiny: Path, tmp_path: Path
+) -> None:
+    export_reward_model(padded(heads.flat(tiny, tmp_path / "rm")), output=tmp_path / "classifier")
+    tensors = load_file(tmp_path / "classifier/model.safetensors")
+    tensors["score.weight"] = tensors["score.weight"].to(dtype)
+    save_file(tensors, tmp_path / "classifier/model.safetensors")
+    config = json.loads((tmp_path / "classifier/config.json").read_text())
+    (tmp_path / "classifier/config.json").write_text(json.dumps(config | {"score_bias": bias}))
+    export_reward_model(tmp_path / "classifier", output=tmp_path / "back", to=VALUE_HEAD, base=tiny)
+    found = load_file(tmp_path / "back/value_head.safetensors")["v_head.summary.bias"]
+    assert (found.dtype, found.double().item()) == (expected, bias)
+
+
 OTHER_HEADS = {
     "DeepSpeed-Chat": ("v_head.weight", "rwtransformer.", "LlamaForCausalLM"),
     "OpenRLHF": ("score.weight", "model.", "RewardModel"),
@@ -184,6 +209,12 @@ def test_heads_of_other_frameworks(framework: str, tiny: Path, tmp_path: Path) -
     assert torch.equal(load_file(tmp_path / "token/model.safetensors")["score.bias"], torch.zeros(1))
 
 
+def test_a_wrapper_of_bare_decoders_before_the_names_of_a_whole_model(tiny: Path, tmp_path: Path) -> None:
+    path = padded(heads.flat(tiny, tmp_path / "rm", prefix="rwtransformer."))
+    export_reward_model(path, output=tmp_path / "classifier")
+    loaded(AutoModelForSequenceClassification, tmp_path / "classifier")
+
+
 def test_one_classifier_becomes_the_other(tmp_path: Path) -> None:
     path = reward_model(tmp_path / "rm")
     export_reward_model(path, output=tmp_path / "token", to=TOKEN)
@@ -195,6 +226,28 @@ def test_one_classifier_becomes_the_other(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert largest_difference(path, tmp_path / "sequence") <= 1e-6
     assert "score_bias" not in json.loads((tmp_path / "token again/config.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_embeddings_that_a_save_kept_as_lm_head_alone(family: str, tmp_path: Path) -> None:
+    """As safetensors' save_model leaves tied weights: one name, the other noted in the metadata."""
+    path = reward_model(tmp_path / "rm", family, vocab_size=80)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    expected = model.get_input_embeddings().weight
+    model.v_head = torch.nn.ModuleDict({"summary": torch.nn.Linear(32, 1)})
+    save_model(model, str(path / "model.safetensors"))
+    assert [n for n, t in load_file(path / "model.safetensors").items() if t.shape == expected.shape] == [
+        "lm_head.weight"
+    ]
+    export_reward_model(path, output=tmp_path / "classifier", verify=True)
+    classifier = loaded(AutoModelForSequenceClassification, tmp_path / "classifier")
+    assert torch.equal(classifier.get_input_embeddings().weight, expected)
+    save_model(torch.nn.ModuleDict({"pretrained_model": model}), str(path / "model.safetensors"))
+    fix_valuehead(path)
+    export_reward_model(path, output=tmp_path / "of split", verify=True)
+    save_file(load_file(path / "model.safetensors"), path / "model.safetensors")  # nobody noted the other name
+    with pytest.raises(CheckpointError, match=r"the tied embeddings are here as lm_head.weight alone"):
+        export_reward_model(path, output=tmp_path / "other")
 
 
 def test_vh_13_a_model_that_is_a_classifier_already_is_copied(tmp_path: Path) -> None:
@@ -217,6 +270,32 @@ def test_verify_compares_scores_and_fails_beyond_the_tolerance(tmp_path: Path) -
     assert largest_difference(path, tmp_path / "classifier") == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"vocab_size": None}, "vocab_size in config.json is None, so there are no tokens to score"),
+        ({"tie_word_embeddings": "false"}, r"transformers does not load it as a .* \(.*tie_word_embeddings"),
+        ({"id2label": "none"}, r"transformers does not load it as a causal LM \("),
+    ],
+)
+def test_verify_says_why_nothing_can_be_compared(
+    fields: dict[str, Any], problem: str, tiny: Path, tmp_path: Path
+) -> None:
+    path = padded(heads.flat(tiny, tmp_path / "rm"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(CheckpointError, match=problem):
+        export_reward_model(path, output=tmp_path / "classifier", verify=True)
+
+
+def test_a_classifier_that_lacks_weights_has_no_scores(tmp_path: Path) -> None:
+    export_reward_model(reward_model(tmp_path / "rm"), output=tmp_path / "classifier")
+    tensors = load_file(tmp_path / "classifier/model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "embed" not in n}, tmp_path / "classifier/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 weights are missing and would be random: model.embed_tokens.weight"):
+        largest_difference(tmp_path / "rm", tmp_path / "classifier")
+
+
 REFUSED: dict[str, dict[str, torch.Tensor | None]] = {
     r"(?=.*v_head.0.weight \[64, 32\])(?=.*one linear layer)": {
         "v_head.0.weight": torch.zeros(64, 32),
@@ -232,6 +311,9 @@ REFUSED: dict[str, dict[str, torch.Tensor | None]] = {
     r"several value heads: v_head.summary.bias, v_head.summary.weight, score.weight; choose one with --head": {
         "score.weight": torch.zeros(1, 32)
     },
+    r"v_head.summary.weight \[1, 16\]: no tensor of the decoder is as wide": {
+        "v_head.summary.weight": torch.ones(1, 16)
+    },
     r"the bias of its head is nan, not a finite number": {"v_head.summary.bias": torch.tensor([float("nan")])},
     r"v_head.summary.weight has 0 elements": {"v_head.summary.weight": torch.zeros(0)},
 }
@@ -245,6 +327,18 @@ def test_what_is_not_understood_is_refused_by_name(problem: str, tiny: Path, tmp
     with pytest.raises(CheckpointError, match=problem):
         export_reward_model(path, output=tmp_path / "classifier")
     assert not (tmp_path / "classifier").exists()
+
+
+@pytest.mark.parametrize("form", [SEQUENCE, TOKEN, VALUE_HEAD])
+def test_a_classifier_with_a_head_in_a_file_is_refused(form: Any, tiny: Path, tmp_path: Path) -> None:
+    export_reward_model(padded(heads.flat(tiny, tmp_path / "rm")), output=tmp_path / "classifier")
+    save_file(heads.HEAD, tmp_path / "classifier/value_head.safetensors")
+    with pytest.raises(CheckpointError, match=r"score.weight is in the weights, and a head in value_head.safetensors"):
+        export_reward_model(tmp_path / "classifier", output=tmp_path / "out", to=form, base=tiny)
+    (tmp_path / "classifier/value_head.safetensors").unlink()
+    fix_valuehead(tmp_path / "classifier", head="score")
+    with pytest.raises(CheckpointError, match=r"its head was split into .*; run tools join-valuehead first"):
+        export_reward_model(tmp_path / "classifier", output=tmp_path / "out", to=form, base=tiny)
 
 
 def test_an_untied_lm_head_is_asked_for(tiny: Path, tmp_path: Path) -> None:

@@ -285,3 +285,16 @@ def test_untouched_shards_are_read_in_their_headers_alone(tiny: Path, tmp_path: 
 
 def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("name", ["v_head", "v_head.summary"])
+def test_a_head_that_was_named_and_split_is_nothing_to_do(name: str, tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint")
+    assert fix_valuehead(path, head=name).changed
+    report = fix_valuehead(path, head=name)
+    assert report.summary == "the value head is in value_head.safetensors already; nothing to do"
+
+
+def test_a_model_is_not_said_to_lack_the_lm_head_that_it_has(tiny: Path, tmp_path: Path) -> None:
+    path = heads.flat(tiny, tmp_path / "checkpoint", prefix="rwtransformer.")
+    assert "lm_head" not in fix_valuehead(path).summary

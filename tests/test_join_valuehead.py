@@ -134,3 +134,13 @@ def test_an_unknown_wrapper_is_refused(tiny: Path, tmp_path: Path) -> None:
     path = heads.flat(tiny, tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match=r"--wrapper model.: no framework puts that .*; one of pretrained_model."):
         join_valuehead(path, wrapper="model.")
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_wrapper_that_would_not_be_taken_off_again_is_refused(is_split: bool, tiny: Path, tmp_path: Path) -> None:
+    """`base_model.` is trlx's beside a head of trlx, and PEFT's beside any other."""
+    path = heads.split("flat", tiny, tmp_path / "checkpoint") if is_split else heads.flat(tiny, tmp_path / "checkpoint")
+    before = state(path)
+    with pytest.raises(CheckpointError, match=r"--wrapper base_model.: no framework puts that beside v_head.summary"):
+        join_valuehead(path, wrapper="base_model.")
+    assert state(path) == before

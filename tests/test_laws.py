@@ -131,7 +131,10 @@ def test_an_output_made_from_the_same_source_is_nothing_to_do(case: Case, tmp_pa
     checkpoint, step = case
     step(checkpoint, output=tmp_path / "output")
     before = state(tmp_path / "output")
-    assert not step(checkpoint, output=tmp_path / "output").changed
+    for dry_run in (True, False):
+        report = step(checkpoint, output=tmp_path / "output", dry_run=dry_run)
+        assert not report.changed
+        assert report.summary.endswith("; nothing to do")
     assert state(tmp_path / "output") == before
 
 
@@ -167,6 +170,15 @@ def test_an_output_never_replaces_what_is_read(where: str, case: Case, tmp_path:
     with pytest.raises(CheckpointError, match=r"which is read from|lies inside"):
         step(checkpoint, output=output, overwrite=True)
     assert contents(tmp_path) == before
+
+
+def test_an_output_needs_a_name_of_its_own(case: Case, tmp_path: Path) -> None:
+    checkpoint, step = case
+    before = state(tmp_path)
+    for dry_run in (True, False):
+        with pytest.raises(CheckpointError, match="not the name of a directory that can be made; name one below it"):
+            step(checkpoint, output=tmp_path / "new/folder/..", dry_run=dry_run)
+    assert state(tmp_path) == before
 
 
 def test_an_output_of_another_state_is_replaced_on_request_alone(case: Case, tmp_path: Path) -> None:

@@ -67,9 +67,10 @@ def test_second_run_changes_nothing(case: Case, tmp_path: Path) -> None:
     checkpoint, step, _ = case
     step(checkpoint, output=tmp_path / "output")
     before = state(tmp_path)
-    report = step(checkpoint, output=tmp_path / "output")
-    assert not report.changed
-    assert report.summary.endswith("nothing to do")
+    for dry_run in (True, False):
+        report = step(checkpoint, output=tmp_path / "output", dry_run=dry_run)
+        assert not report.changed
+        assert report.summary.endswith("nothing to do")
     assert state(tmp_path) == before
 
 

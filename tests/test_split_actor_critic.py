@@ -211,6 +211,9 @@ REFUSED = {
         "reference.model.norm.weight": torch.zeros(32)
     },
     r"value_model.score.weight \[2, 32\]; a critic has one output": {"value_model.score.weight": torch.zeros(2, 32)},
+    r"value_model.score.weight \[1\]; a critic has one output": {"value_model.score.weight": torch.zeros(1)},
+    r"value_model.score.weight \[\]; a critic has one output": {"value_model.score.weight": torch.tensor(1.0)},
+    r"value_model.score.weight \[1, 7\]; .* as wide as its decoder": {"value_model.score.weight": torch.zeros(1, 7)},
     r"the value model has value_model.v_head.summary.weight \[1, 32\], which is not the head of": {
         "value_model.score.weight": None,
         "value_model.v_head.summary.weight": torch.zeros(1, 32),
@@ -234,6 +237,14 @@ def test_what_is_not_understood_is_refused_by_name(problem: str, tmp_path: Path)
     with pytest.raises(CheckpointError, match=problem):
         split_actor_critic(path, output=tmp_path / "split")
     assert not (tmp_path / "split").exists()
+
+
+@pytest.mark.parametrize("name", ["value_head.safetensors", "adapter_model.safetensors"])
+def test_other_weights_beside_them_are_refused(name: str, tmp_path: Path) -> None:
+    path = actor_critic.accelerated(actor_critic.build(), tmp_path / "ppo")
+    save_file({"v_head.summary.weight": torch.zeros(1, 32)}, path / name)
+    with pytest.raises(CheckpointError, match=f"{name} beside the weights of policy and value model; move it away"):
+        split_actor_critic(path, output=tmp_path / "split")
 
 
 def test_a_tied_policy_whose_lm_head_differs_is_refused(tmp_path: Path) -> None:
@@ -260,7 +271,11 @@ def test_a_plain_model_is_no_actor_critic_checkpoint(tiny: Path, tmp_path: Path)
 def test_a_family_without_a_classifier_is_refused_by_name(tmp_path: Path) -> None:
     path = actor_critic.accelerated(actor_critic.build(), tmp_path / "ppo")
     config = json.loads((path / "config.json").read_text())
-    for kind, problem in (("cohere", "no classifier for cohere"), ("xyz", "model_type 'xyz' is not known")):
+    for kind, problem in (
+        ("cohere", "no classifier for cohere"),
+        ("xyz", "model_type 'xyz' is not known"),
+        ([], "model_type .. is not known"),
+    ):
         (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
         with pytest.raises(CheckpointError, match=problem):
             split_actor_critic(path, output=tmp_path / "split")

@@ -111,8 +111,9 @@ def _each(params: dict[str, Any], argument: str, which: str | None) -> list[dict
         return [params]
     run = Path(params[argument])
     found = checkpoints_in(run) if run.is_dir() else ()
-    number = which.removeprefix("checkpoint-").lstrip("0")
-    chosen = {"all": found, "last": found[-1:]}.get(which, tuple(p for p in found if p.name == f"checkpoint-{number}"))
+    number = which.removeprefix("checkpoint-")
+    numbered = tuple(p for p in found if number.isdecimal() and int(p.name.removeprefix("checkpoint-")) == int(number))
+    chosen = {"all": found, "last": found[-1:]}.get(which, numbered)
     if not chosen:
         names = ", ".join(path.name for path in found) or "no checkpoints"
         raise CheckpointError(run, f"has no checkpoint {which}: there are {names}", "say last, all or a number")

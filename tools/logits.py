@@ -82,14 +82,17 @@ def load_model(path: Path, base: Path | None = None) -> Any:
         return _load_adapter(checkpoint, base)
     if checkpoint.config is None:
         raise CheckpointError(path, "has no config.json", "copy it from the base model")
+    return loaded(AutoModelForCausalLM, path, "a causal LM", dtype="auto")
+
+
+def loaded(auto: Any, path: Path, what: str, *, dtype: Any) -> Any:
+    """The model that one of transformers' Auto classes makes of a checkpoint, without random weights."""
     try:
         with quiet():
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                path, dtype="auto", output_loading_info=True, local_files_only=True
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+            model, loading = auto.from_pretrained(path, dtype=dtype, output_loading_info=True, local_files_only=True)
+    except Exception as error:  # whatever the parts of transformers raise at a config.json that nobody wrote
         reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(path, f"transformers does not load it as a causal LM ({reason})") from error
+        raise CheckpointError(path, f"transformers does not load it as {what} ({reason})") from error
     if missing := sorted(loading["missing_keys"]):
         problem = f"{len(missing)} weights are missing and would be random: {', '.join(missing[:3])}"
         raise CheckpointError(path, problem, "do the names have a prefix that does not belong there?")

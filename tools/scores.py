@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.classifiers import SCORE_BIAS
+from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.heads import architectures_of
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.padding import pad_token_id
-from tools.logits import LENGTH, fixed_rows, quiet
+from tools.logits import LENGTH, fixed_rows, loaded
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,10 @@ def largest_difference(one: Path, other: Path) -> float:
 
     opened = Checkpoint.open(other)
     pad = pad_token_id(opened)
-    fixed = fixed_rows((opened.config or {})["vocab_size"])
+    vocab_size = (opened.config or {}).get("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise CheckpointError(other, f"vocab_size in config.json is {vocab_size}, so there are no tokens to score")
+    fixed = fixed_rows(vocab_size)
     rows = [[token for token in row[: LENGTH - i] if token != pad] for i, row in enumerate(fixed)]
     batches = [_padded(rows, pad or 0, left) for left in (False, True)]
 
@@ -39,6 +43,7 @@ def scorer(path: Path) -> Scorer:
 
     The score stands at the last token that is no padding, and positions count from the first. The bias that a sequence
     classifier keeps in config.json is added; OpenRLHF's mean and deviation are left out, as classifiers leave them out.
+    Raises CheckpointError where transformers does not load it, or would with random weights.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -50,8 +55,7 @@ def scorer(path: Path) -> Scorer:
     names = architectures_of(config)
 
     def load(auto: Any) -> Any:
-        with quiet():
-            return auto.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+        return loaded(auto, path, "a classifier", dtype=torch.float32).eval()
 
     if any(name.endswith("ForSequenceClassification") for name in names):
         sequence, bias = load(AutoModelForSequenceClassification), config.get(SCORE_BIAS, 0.0)

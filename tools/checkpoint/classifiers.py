@@ -124,7 +124,7 @@ def family_of(path: Path, config: Mapping[str, Any] | None) -> Family:
     kind = config.get("model_type")
     if family := FAMILIES.get(str(kind)):
         return family
-    if kind in WITHOUT:
+    if str(kind) in WITHOUT:
         raise CheckpointError(path, f"transformers has no classifier for {kind}", "keep it as a value-head model")
     problem = f"model_type {kind!r} is not known to have a classifier that is one linear layer"
     raise CheckpointError(path, problem, f"known are {', '.join(FAMILIES)}")

@@ -28,11 +28,11 @@ def export(
 
     An output that this step already made of the very same source is nothing to do, whatever later steps did to it.
     """
+    _clear_interrupted(output)
+    if made := already_made(report, checkpoint, output, receipt):
+        return made
     report = replace(report, path=str(output))
     source = _source(checkpoint, output)
-    _clear_interrupted(output)
-    if _is_made(output, {**receipt, "source": source}):
-        return replace(report, summary=f"already made from {checkpoint.path}; nothing to do", details={})
     check_output(checkpoint, change, output, overwrite)
     partial = output.parent / f".{output.name}.burnish-partial"
     make_folder(output.parent)
@@ -66,6 +66,13 @@ def export(
     )
 
 
+def already_made(report: Report, checkpoint: Checkpoint, output: Path, receipt: Mapping[str, Any]) -> Report | None:
+    """The report on an output that this step already made of the very same source, None where there is none."""
+    if not _is_made(output, {**receipt, "source": _source(checkpoint, output)}):
+        return None
+    return replace(report, path=str(output), summary=f"already made from {checkpoint.path}; nothing to do", details={})
+
+
 def _refuse_mixture(checkpoint: Checkpoint) -> None:
     """Raise CheckpointBusy when another process changed the source while it was copied."""
     if journal.generation(checkpoint.path) != checkpoint.generation:
@@ -83,6 +90,8 @@ def check_output(checkpoint: Checkpoint, change: Change, output: Path, overwrite
     for read in (checkpoint.path, *change.inputs()):
         if read.resolve().is_relative_to(place):
             raise CheckpointError(output, f"holds {read}, which is read from", "choose another --output")
+    if output.name in ("", ".."):
+        raise CheckpointError(output, "not the name of a directory that can be made", "name one below it")
     if _occupied(output):
         if not overwrite:
             raise CheckpointError(output, "exists and is not empty", "choose another --output, or --overwrite")

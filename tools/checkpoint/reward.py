@@ -53,6 +53,9 @@ def read_reward_model(source: Checkpoint, family: Family, wanted: str | None) ->
     inside = {source.name for source in head.values() if source.file in model.files}
     decoder, lm_head = _rest(source, model, family, inside)
     kept = (source.config or {}).get(SCORE_BIAS, 0.0) if form == SEQUENCE else 0.0
+    if weight.shape[1] not in {tensor.shape[-1] for tensor in decoder.values() if tensor.shape}:
+        problem = f"{weight.name} {list(weight.shape)}: no tensor of the decoder is as wide as that"
+        raise CheckpointError(source.path, problem, "is it the head of another model?")
     constant = number_of(bias) if bias else kept
     if type(constant) not in (int, float) or not math.isfinite(constant):
         raise CheckpointError(source.path, f"the bias of its head is {constant}, not a finite number")
@@ -68,7 +71,10 @@ def _find_head(
         (TOKEN, family.token_class, family.token),
     ):
         if architecture in architectures and wanted in (None, layer):
-            return form, {n: s for n, s in tensors.items() if strip_wrappers(n).startswith(f"{layer}.")}
+            own = {n: s for n, s in tensors.items() if strip_wrappers(n).startswith(f"{layer}.")}
+            if source.head:
+                raise _two_places(source, architecture, own, source.head)
+            return form, own
     path = source.path / model.name
     head = choose_head(path, model.tensors, source.config, wanted)
     if source.head:
@@ -81,6 +87,14 @@ def _find_head(
         names = ", ".join(name for each in declared for name in each.names)
         raise CheckpointError(path, f"several value heads: {names}", "choose one with --head")
     return VALUE_HEAD, {name: tensors[name] for each in declared for name in each.names}
+
+
+def _two_places(source: Checkpoint, architecture: str, own: Mapping[str, Stored], file: Weights) -> CheckpointError:
+    if not own:
+        problem = f"config.json says {architecture}, and its head was split into {file.name}"
+        return CheckpointError(source.path, problem, "run tools join-valuehead first")
+    problem = f"{', '.join(own)} is in the weights, and a head in {file.name} too"
+    return CheckpointError(source.path, problem, "keep one of the two: move the file away if it is not the head")
 
 
 def _no_head(source: Checkpoint, model: Weights, family: Family) -> CheckpointError:
@@ -113,7 +127,7 @@ def _rest(
         if name in head:
             continue
         bare = strip_wrappers(name)
-        if _BARE_DECODER in name:
+        if _BARE_DECODER in name and not bare.startswith((f"{family.base}.", *LM_HEAD)):
             bare = f"{family.base}.{bare.removeprefix(_BARE_DECODER)}"
         part = lm_head if bare in LM_HEAD else decoder
         if bare in part:
@@ -122,4 +136,28 @@ def _rest(
             problem = f"{name} is neither of the decoder of {family.causal} nor of its value head"
             raise CheckpointError(source.path / model.name, problem)
         part[bare] = tensor
+    return _with_embeddings(source, model, family, decoder, lm_head)
+
+
+def _with_embeddings(
+    source: Checkpoint, model: Weights, family: Family, decoder: dict[str, Stored], lm_head: dict[str, Stored]
+) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """The same with tied embeddings under the name that the decoder has for them, where a save kept lm_head alone.
+
+    safetensors' save_model notes the name that it dropped, and the one that it kept, in the metadata of the file.
+    """
+    tied = lm_head.get(LM_HEAD[0]) if family.is_tied(source.config or {}) else None
+    if tied is None:
+        return decoder, lm_head
+    noted = {strip_wrappers(name): strip_wrappers(kept) for name, kept in tied.file.metadata.items()}
+    names = [
+        name
+        for name, kept in noted.items()
+        if kept in LM_HEAD and name.startswith(f"{family.base}.") and name not in decoder
+    ]
+    if names:
+        return decoder | {names[0]: tied}, {}
+    if not any(tensor.shape == tied.shape for tensor in decoder.values()):
+        problem = f"the tied embeddings are here as {tied.name} alone, not as a part of the decoder"
+        raise CheckpointError(source.path / model.name, problem, "save it with save_pretrained")
     return decoder, lm_head

@@ -14,7 +14,7 @@ from tools import __version__
 from tools.checkpoint import journal
 from tools.checkpoint.change import Change, Content, FileCopy, TensorFile
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.export import check_output, export
+from tools.checkpoint.export import already_made, check_output, export
 from tools.checkpoint.files import copy_range, is_there, link
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import next_id
@@ -55,7 +55,10 @@ def rewrite(
         recovered = {"recovered": checkpoint.recovered} if checkpoint.recovered else {}
         details = {**change.details, **recovered}
         report = Report(step, str(path), changed=False, summary=change.summary, details=details)
-        if dry_run:
+        made = already_made(report, checkpoint, output.expanduser(), receipt) if dry_run and output else None
+        if made:
+            report = made
+        elif dry_run:
             report = _dry_run(report, checkpoint, change, copy, output, overwrite)
         elif output is not None:
             report = export(report, checkpoint, change, output.expanduser(), overwrite, receipt)

@@ -98,8 +98,11 @@ def _plan(source: Checkpoint, wanted: str | None, safetensors: bool, config_from
 def _chosen(source: Checkpoint, model: Weights, wanted: str | None) -> Head | None:
     """The head to split; None as well where the head file holds the wanted one already and the weights do not."""
     if wanted and source.head:
-        split, left = (find_heads(weights.tensors, source.config) for weights in (source.head, model))
-        if wanted in {head.label for head in split} - {head.label for head in left}:
+        split, left = (
+            {name for head in find_heads(weights.tensors, source.config) for name in (head.label, head.layout.prefix)}
+            for weights in (source.head, model)
+        )
+        if wanted in split - left:
             return None
     return choose_head(source.path, model.tensors, source.config, wanted)
 
@@ -167,7 +170,8 @@ def _summary(
         parts.append("only the head was saved here, no decoder")
     if head is None and source.head is None:
         parts.append("there is no value head")
-    if decoder and head and (head.declared or "rwtransformer." in wrapper):
+    is_headless = head and (head.declared or "rwtransformer." in wrapper) and "lm_head.weight" not in decoder.values()
+    if decoder and is_headless:
         parts.append(_headless(source))
     if decoder and not (source.config or source.adapter_config or config):
         parts.append("config.json is missing here: copy it with --config-from the base model")

@@ -116,8 +116,14 @@ def _wrapped(source: Checkpoint, model: Weights, inside: Head | None, wrapper: s
     if not wrapper:
         return {}
     own = {**inside.names, **inside.companions} if inside else {}
-    names = bare_names([*model.tensors, *(source.head.tensors if source.head else ())])
-    return {name: wrapper + names[name] for name in model.tensors if name not in own}
+    head = source.head.tensors if source.head else own
+    names = bare_names([*model.tensors, *head])
+    wrapped = {name: wrapper + names[name] for name in model.tensors if name not in own}
+    read_again = bare_names([*wrapped.values(), *head])
+    if any(read_again[new] != names[old] for old, new in wrapped.items()):
+        problem = f"--wrapper {wrapper}: no framework puts that beside {some(head)}"
+        raise CheckpointError(source.path, problem, f"one of {', '.join(w for w in _WRAPPERS if w != wrapper)}")
+    return wrapped
 
 
 def _joined(

@@ -92,6 +92,9 @@ def _plans(source: Checkpoint, critic_config: Path | None) -> dict[str, Change]:
     refuse_ungathered(source)
     path = source.path / model.name
     parts = find_parts(path, model)
+    if others := [weights.name for weights in (source.adapter, source.head) if weights]:
+        problem = f"{' and '.join(others)} beside the weights of policy and value model"
+        raise CheckpointError(source.path, problem, "move it away: it is not known which of the two it belongs to")
     if config is None:
         raise CheckpointError(source.path, "has no config.json", "copy that of the policy into it")
     plans = {}
@@ -136,8 +139,12 @@ def _architecture(path: Path, tensors: Tensors, family: Family) -> str:
     if architecture is None:
         known = " or ".join(name for name in (family.sequence, family.token_class) if name)
         raise CheckpointError(path, f"the value model has {shown}, which is not the head of {known}", _HOW)
-    if any(source.shape[0] != 1 for source in head.values()):
-        raise CheckpointError(path, f"the value model has {shown}; a critic has one output")
+    widths = {source.shape[-1] for name, source in tensors.items() if name not in head and source.shape}
+    one_output = [
+        s.shape == (1,) if name.endswith(".bias") else s.shape in {(1, w) for w in widths} for name, s in head.items()
+    ]
+    if not all(one_output):
+        raise CheckpointError(path, f"the value model has {shown}; a critic has one output, as wide as its decoder")
     return architecture
 
 
