@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from tools.checkpoint.classifiers import FAMILIES, SEQUENCE_HEAD, WITHOUT, Family
-from tools.checkpoint.reward import LM_HEAD
+from tools.heads.classifiers import FAMILIES, SEQUENCE_HEAD, WITHOUT, Family
+from tools.heads.reward import LM_HEAD
 
 _LATENT = {
     "q_lora_rank": 8,

@@ -28,7 +28,7 @@ from tools.checkpoint.errors import CheckpointBusy, CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import read_receipts
 from tools.checkpoint.rewrite import rewrite
-from tools.checkpoint.wrappers import strip_wrappers
+from tools.heads.wrappers import strip_wrappers
 from tools.postprocess.fix_valuehead import fix_valuehead
 
 LAYOUTS = ("flat", "at_start_prefixed", "in_the_middle", "sharded")

@@ -9,9 +9,9 @@ from frameworks import FRAMEWORKS, peft_classifier
 from snapshots import state
 
 from tools.checkpoint.change import stored
-from tools.checkpoint.heads import find_heads
 from tools.checkpoint.layout import Checkpoint
-from tools.checkpoint.wrappers import bare_names
+from tools.heads.finding import find_heads
+from tools.heads.wrappers import bare_names
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.postprocess.inspect import inspect
 from tools.postprocess.join_valuehead import join_valuehead

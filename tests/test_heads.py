@@ -6,8 +6,8 @@ import pytest
 
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.header import Tensor
-from tools.checkpoint.heads import choose_head, find_heads
-from tools.checkpoint.wrappers import bare_names, wrapper_of
+from tools.heads.finding import choose_head, find_heads
+from tools.heads.wrappers import bare_names, wrapper_of
 
 H, V = 8, 11
 MLP = {"0.weight": (2 * H, H), "0.bias": (2 * H,), "2.weight": (1, 2 * H), "2.bias": (1,)}

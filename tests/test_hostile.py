@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from snapshots import state
 from typer.testing import CliRunner
 
-from tools.checkpoint.adapters import lora_modules
 from tools.checkpoint.errors import CheckpointError, printable
 from tools.checkpoint.header import read_header
 from tools.checkpoint.layout import Checkpoint, Weights, read_weight_file
 from tools.cli import app
+from tools.lora.adapters import lora_modules
 
 STEPS = ("inspect", "verify", "history", "fix-valuehead", "undo")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.checkpoint.layout import Checkpoint
-from tools.checkpoint.padding import pad_token_id
+from tools.heads.padding import pad_token_id
 
 TOKENIZERS = {
     "config.json": {"config.json": {"pad_token_id": 7}, "generation_config.json": {"pad_token_id": 8}},

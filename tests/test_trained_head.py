@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import find_heads
 from tools.checkpoint.layout import Checkpoint
+from tools.heads.finding import find_heads
 from tools.training import value_head
 from tools.training.train import train
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.head_layouts import LAYOUTS
 from tools.checkpoint.layout import Checkpoint
-from tools.checkpoint.wrappers import bare_names
+from tools.heads.layouts import LAYOUTS
+from tools.heads.wrappers import bare_names
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.training.stored_head import read
 from tools.training.value_head import HEAD_KEYS, load, restore, save

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from test_fix_valuehead import logits
 
-from tools.checkpoint.wrappers import bare_names
+from tools.heads.wrappers import bare_names
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.postprocess.verify import verify
 

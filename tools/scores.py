@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.classifiers import SCORE_BIAS
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import architectures_of
 from tools.checkpoint.layout import Checkpoint
-from tools.checkpoint.padding import pad_token_id
+from tools.heads.classifiers import SCORE_BIAS
+from tools.heads.finding import architectures_of
+from tools.heads.padding import pad_token_id
 from tools.logits import LENGTH, fixed_rows, loaded
 
 if TYPE_CHECKING:

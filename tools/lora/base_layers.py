@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from tools.checkpoint.adapters import PREFIX, beside_factors
 from tools.checkpoint.change import Computed, Stored
 from tools.checkpoint.layout import Checkpoint
+from tools.lora.adapters import PREFIX, beside_factors
 from tools.lora.floats import numbers, require_floats, rounded
 from tools.lora.origin import Modules, Origin
 from tools.lora.stacking import Initial

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.checkpoint.adapters import beside_factors, lora_modules
 from tools.checkpoint.change import (
     Change,
     Computed,
@@ -18,6 +17,7 @@ from tools.checkpoint.change import (
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import ADAPTER_FILES, Checkpoint
 from tools.lora import settings
+from tools.lora.adapters import beside_factors, lora_modules
 from tools.lora.base_layers import base_layers
 from tools.lora.floats import require_floats
 from tools.lora.origin import MARK, Given, Modules, Origin, origin_of

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.checkpoint.adapters import INITIAL_ADAPTER, LoraModule, lora_modules
 from tools.checkpoint.change import Stored, refuse_ungathered, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint, checkpoints_in
+from tools.lora.adapters import INITIAL_ADAPTER, LoraModule, lora_modules
 
 # Where trainers leave it: our own and LLaMA-Factory, ms-swift.
 _FOLDERS = (INITIAL_ADAPTER, "initial_model")

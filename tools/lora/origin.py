@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.checkpoint.adapters import LoraModule, changes_base
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
+from tools.lora.adapters import LoraModule, changes_base
 from tools.lora.initial import find_initial, open_initial, pairs_of, refuse_other_run, refuse_overwritten
 from tools.lora.original import base_config, open_base, original_base, refuse_base, require_base, vocabulary_of
 from tools.lora.proof import refuse_other_base, refuse_trained_factors

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.checkpoint.adapters import LoraModule
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.opening import open_file
 from tools.hub import local_copy
+from tools.lora.adapters import LoraModule
 
 
 def original_base(trained: Checkpoint, initial: Path | None, named: str | None) -> str:

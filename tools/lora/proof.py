@@ -8,8 +8,8 @@ and CorDA (arXiv:2406.05223), and B0 A0 for OLoRA, which does not divide by s wh
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.adapters import LoraModule
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.adapters import LoraModule
 from tools.lora.floats import EPSILON, numbers
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.adapters import LoraModule
 from tools.checkpoint.change import Stored, stored
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
+from tools.lora.adapters import LoraModule
 from tools.lora.floats import computed, numbers, require_floats
 from tools.lora.stacking import Initial
 

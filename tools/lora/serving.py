@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tools.checkpoint.adapters import changes_base
+from tools.lora.adapters import changes_base
 from tools.lora.recovering import why_not_recomputed
 from tools.lora.settings import highest_rank, is_folded
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.adapters import LoraModule
 from tools.checkpoint.change import Computed, Source, Stored
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.adapters import LoraModule
 from tools.lora.floats import computed, numbers, rounded
 from tools.lora.stacking import matrices, unblocked
 

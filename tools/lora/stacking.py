@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.adapters import LoraModule
 from tools.checkpoint.change import Computed, Source, Stored
+from tools.lora.adapters import LoraModule
 from tools.lora.floats import bits, negated, numbers
 
 if TYPE_CHECKING:

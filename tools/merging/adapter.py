@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tools.checkpoint.adapters import PREFIX, LoraModule, beside_factors, changes_base, lora_modules
 from tools.checkpoint.change import Stored, refuse_ungathered, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import choose_head
 from tools.checkpoint.layout import Checkpoint
+from tools.heads.finding import choose_head
+from tools.lora.adapters import PREFIX, LoraModule, beside_factors, changes_base, lora_modules
 from tools.merging.floats import require_floats
 
 _TOKENS = ".token_adapter.trainable_tokens_delta"

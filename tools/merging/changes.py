@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tools.checkpoint.adapters import LoraModule
 from tools.checkpoint.change import Stored
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.adapters import LoraModule
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, is_head
 from tools.merging.low_rank import LowRank

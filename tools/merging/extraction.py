@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.adapters import PREFIX
 from tools.checkpoint.change import Change, Computed, Source, Stored, TensorFile, json_file
-from tools.checkpoint.heads import architectures_of
 from tools.checkpoint.layout import Checkpoint
+from tools.heads.finding import architectures_of
+from tools.lora.adapters import PREFIX
 from tools.merging.base import Base
 from tools.merging.changes import stores_transposed
 from tools.merging.difference import Difference, difference

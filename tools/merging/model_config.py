@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import architectures_of
+from tools.heads.finding import architectures_of
 
 Config = Mapping[str, Any]
 

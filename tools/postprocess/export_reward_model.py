@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tools.checkpoint.change import Change, Content, Source, Stored, TensorFile, json_file, refuse_ungathered, stored
-from tools.checkpoint.classifiers import SCORE_BIAS, SEQUENCE_HEAD, Family, causal_config, classifier_config, family_of
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
-from tools.checkpoint.numbers import constant
-from tools.checkpoint.padding import pad_token_id
 from tools.checkpoint.report import Report
-from tools.checkpoint.reward import LM_HEAD, SEQUENCE, VALUE_HEAD, RewardModel, read_reward_model
 from tools.checkpoint.rewrite import rewrite
 from tools.checkpoint.shards import rewritten
+from tools.heads.classifiers import SCORE_BIAS, SEQUENCE_HEAD, Family, causal_config, classifier_config, family_of
+from tools.heads.numbers import constant
+from tools.heads.padding import pad_token_id
+from tools.heads.reward import LM_HEAD, SEQUENCE, VALUE_HEAD, RewardModel, read_reward_model
 from tools.hub import local_copy
 from tools.postprocess.options import CheckpointDir, DryRun, NewDir, Overwrite
 

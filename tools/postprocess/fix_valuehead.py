@@ -11,13 +11,13 @@ import typer
 from tools.checkpoint.change import Change, Content, Source, TensorFile, refuse_ungathered, renamed, stored
 from tools.checkpoint.config_files import missing_config
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.gathered_adapter import GatheredAdapter, adapter_files, gathered_adapter
-from tools.checkpoint.head_files import refuse_contradictions, refuse_other_values
-from tools.checkpoint.heads import Head, architectures_of, choose_head, find_heads, some
 from tools.checkpoint.layout import Checkpoint, Weights
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
-from tools.checkpoint.wrappers import bare_names, inner_wrappers, wrapper_of
+from tools.heads.files import refuse_contradictions, refuse_other_values
+from tools.heads.finding import Head, architectures_of, choose_head, find_heads, some
+from tools.heads.wrappers import bare_names, inner_wrappers, wrapper_of
+from tools.lora.gathered_adapter import GatheredAdapter, adapter_files, gathered_adapter
 from tools.postprocess.options import CheckpointDir, DryRun, OutputDir, Overwrite
 
 

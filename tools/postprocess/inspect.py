@@ -4,10 +4,10 @@ from collections import Counter
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import Head, architectures_of, find_heads
 from tools.checkpoint.layout import HEAD_FILES, Checkpoint, Weights, checkpoints_in
 from tools.checkpoint.report import Report, size_text
-from tools.checkpoint.wrappers import ACTOR_CRITIC, strip_wrappers
+from tools.heads.finding import Head, architectures_of, find_heads
+from tools.heads.wrappers import ACTOR_CRITIC, strip_wrappers
 from tools.lora.serving import serving_limits
 from tools.postprocess.options import CheckpointDir
 

@@ -17,13 +17,13 @@ from tools.checkpoint.change import (
     stored,
 )
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.head_files import refuse_contradictions, refuse_other_values
 from tools.checkpoint.header import DTYPE_BITS
-from tools.checkpoint.heads import Head, choose_head, find_heads, some
 from tools.checkpoint.layout import Checkpoint, WeightFile, Weights
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
-from tools.checkpoint.wrappers import bare_names
+from tools.heads.files import refuse_contradictions, refuse_other_values
+from tools.heads.finding import Head, choose_head, find_heads, some
+from tools.heads.wrappers import bare_names
 from tools.postprocess.options import CheckpointDir, DryRun, OutputDir, Overwrite
 
 _WRAPPERS = ("pretrained_model.", "base_model.", "rwtransformer.")

@@ -10,7 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tools.checkpoint.actor_critic import (
+from tools.checkpoint.change import Change, Content, json_file, refuse_ungathered
+from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.layout import Checkpoint, Weights
+from tools.checkpoint.report import Report, joined
+from tools.checkpoint.rewrite import rewrite
+from tools.checkpoint.shards import rewritten
+from tools.heads.actor_critic import (
     CRITIC_BACKBONE,
     POLICY,
     VALUE_MODEL,
@@ -19,14 +25,8 @@ from tools.checkpoint.actor_critic import (
     find_parts,
     policy_tensors,
 )
-from tools.checkpoint.change import Change, Content, json_file, refuse_ungathered
-from tools.checkpoint.classifiers import FAMILIES, Family, classifier_config, family_of
-from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.layout import Checkpoint, Weights
-from tools.checkpoint.padding import pad_token_id
-from tools.checkpoint.report import Report, joined
-from tools.checkpoint.rewrite import rewrite
-from tools.checkpoint.shards import rewritten
+from tools.heads.classifiers import FAMILIES, Family, classifier_config, family_of
+from tools.heads.padding import pad_token_id
 from tools.postprocess.options import CheckpointDir, DryRun, NewDir, Overwrite
 
 

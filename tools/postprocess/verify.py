@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tools.checkpoint.adapters import changes_base
 from tools.checkpoint.change import refuse_ungathered, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError, all_of
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import fingerprint, read_receipts
 from tools.checkpoint.report import Report
-from tools.checkpoint.wrappers import bare_names
+from tools.heads.wrappers import bare_names
+from tools.lora.adapters import changes_base
 from tools.postprocess.options import CheckpointDir
 
 

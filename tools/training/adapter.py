@@ -5,8 +5,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tools.checkpoint.adapters import changes_base
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.adapters import changes_base
 from tools.training.config import FinetuningArguments
 from tools.training.targets import ALL_LINEAR, check_targets, experts, linear_layers, targets
 

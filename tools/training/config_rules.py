@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.adapters import changes_base
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.adapters import changes_base
 
 if TYPE_CHECKING:
     from tools.training.config import Resolved

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.checkpoint.adapters import changes_base
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
-from tools.checkpoint.wrappers import bare_names, inner_wrappers, wrapper_of
+from tools.heads.wrappers import bare_names, inner_wrappers, wrapper_of
 from tools.hub import local_copy
 from tools.logits import load_model, quiet
+from tools.lora.adapters import changes_base
 from tools.training.stored_head import StoredHead, stored_heads
 
 AS_STORED: Mapping[str, Any] = {"dtype": "auto", "local_files_only": True}

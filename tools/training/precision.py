@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tools.checkpoint.adapters import changes_base
+from tools.lora.adapters import changes_base
 
 if TYPE_CHECKING:
     from tools.training.config import TrainConfig

@@ -8,7 +8,7 @@ from torch import nn
 
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
-from tools.checkpoint.wrappers import bare_names
+from tools.heads.wrappers import bare_names
 from tools.training.stored_head import read, stored_heads
 
 _OF_THIS_RUN = "is it a checkpoint of this run?"

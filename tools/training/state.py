@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from tools.checkpoint.adapters import INITIAL_ADAPTER
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
 from tools.checkpoint.files import fsync_folder, write_synced
 from tools.checkpoint.layout import Checkpoint, checkpoints_in
+from tools.lora.adapters import INITIAL_ADAPTER
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.change import Source, refuse_ungathered, stored
-from tools.checkpoint.classifiers import SCORE_BIAS
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.head_files import refuse_contradictions, refuse_other_values
-from tools.checkpoint.head_layouts import layouts_for
-from tools.checkpoint.heads import Head, architectures_of, choose_head, find_heads, some
 from tools.checkpoint.layout import Checkpoint, Weights
-from tools.checkpoint.wrappers import bare_names
+from tools.heads.classifiers import SCORE_BIAS
+from tools.heads.files import refuse_contradictions, refuse_other_values
+from tools.heads.finding import Head, architectures_of, choose_head, find_heads, some
+from tools.heads.layouts import layouts_for
+from tools.heads.wrappers import bare_names
 
 if TYPE_CHECKING:
     import torch

@@ -73,7 +73,7 @@ def _run(
     """Load data and model, train, and say how it ended: the new state and the mean loss of the steps done here."""
     from transformers import PrinterCallback, set_seed
 
-    from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
+    from tools.lora.adapters import INITIAL_ADAPTER, changes_base
     from tools.training.callbacks.chosen import chosen
     from tools.training.callbacks.initial_adapter import require
     from tools.training.lengths import require_room

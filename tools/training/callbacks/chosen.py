@@ -82,7 +82,7 @@ def _watching(config: "TrainConfig", stop: "StopCallback") -> list[Any]:
 
 
 def _keeping(config: "TrainConfig") -> list[Any]:
-    from tools.checkpoint.adapters import changes_base
+    from tools.lora.adapters import changes_base
     from tools.training.callbacks import InitialAdapterCallback, TrainedLogitsCallback
 
     is_changed = config.finetuning.method == "lora" and changes_base(config.finetuning.init_lora_weights)

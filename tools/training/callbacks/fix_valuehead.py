@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint, Weights
 from tools.checkpoint.report import Report
-from tools.checkpoint.wrappers import strip_wrappers
+from tools.heads.wrappers import strip_wrappers
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.training.split_checkpoint import restore_valuehead_checkpoint
 

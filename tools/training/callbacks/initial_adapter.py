@@ -15,8 +15,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_p
 from peft.tuners.lora import LoraLayer
 from transformers import TrainerCallback
 
-from tools.checkpoint.adapters import INITIAL_ADAPTER, changes_base
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.adapters import INITIAL_ADAPTER, changes_base
 
 ADAPTER = "default"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from peft import PeftModel
 
-from tools.checkpoint.adapters import INITIAL_ADAPTER
+from tools.lora.adapters import INITIAL_ADAPTER
 from tools.postprocess.convert_pissa import convert_pissa
 from tools.training.callbacks.initial_adapter import InitialAdapterCallback, base_changing, save
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tools.checkpoint.change import Stored, same_bytes
-from tools.checkpoint.classifiers import Family
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Weights
-from tools.checkpoint.wrappers import strip_wrappers
+from tools.heads.classifiers import Family
+from tools.heads.wrappers import strip_wrappers
 
 # The modules of the wrapper. The backbone is the decoder inside the value model, once more under another name.
 POLICY, VALUE_MODEL, CRITIC_BACKBONE = PARTS = ("policy", "value_model", "critic_backbone")

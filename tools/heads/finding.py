@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.head_layouts import HeadLayout, layouts_for
 from tools.checkpoint.header import Tensor
-from tools.checkpoint.wrappers import bare_names
+from tools.heads.layouts import HeadLayout, layouts_for
+from tools.heads.wrappers import bare_names
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from typing import Any
 
 from tools.checkpoint.change import Source, same_bytes
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.head_layouts import LAYOUTS
-from tools.checkpoint.heads import find_heads
 from tools.checkpoint.layout import HEAD_FILES, MODEL_FILES, Checkpoint, read_weight_file
-from tools.checkpoint.wrappers import ACTOR_CRITIC, bare_names, strip_wrappers
+from tools.heads.finding import find_heads
+from tools.heads.layouts import LAYOUTS
+from tools.heads.wrappers import ACTOR_CRITIC, bare_names, strip_wrappers
 
 
 def refuse_contradictions(source: Checkpoint) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tools.checkpoint.change import Stored, stored
-from tools.checkpoint.classifiers import SCORE_BIAS, SEQUENCE_HEAD, Family
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.heads import architectures_of, choose_head, find_heads
 from tools.checkpoint.layout import Checkpoint, Weights
-from tools.checkpoint.numbers import number_of
-from tools.checkpoint.wrappers import strip_wrappers
+from tools.heads.classifiers import SCORE_BIAS, SEQUENCE_HEAD, Family
+from tools.heads.finding import architectures_of, choose_head, find_heads
+from tools.heads.numbers import number_of
+from tools.heads.wrappers import strip_wrappers
 
 SEQUENCE, TOKEN, VALUE_HEAD = FORMS = ("sequence-classification", "token-classification", "value-head")
 LM_HEAD = ("lm_head.weight", "lm_head.bias")
