@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tools.checkpoint.change import Change, Content, Source, Stored, TensorFile, json_file, refuse_ungathered, stored
-from tools.checkpoint.classifiers import SCORE_BIAS, SEQUENCE_HEAD, Family, causal_config, classifier_config, family_of
+from tools.checkpoint.classifiers import (
+    SCORE_BIAS,
+    SEQUENCE_HEAD,
+    Family,
+    causal_config,
+    classifier_config,
+    family_of,
+    has_one_label,
+)
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.numbers import constant
@@ -77,7 +85,7 @@ def _plan(source: Checkpoint, form: str, head: str | None, base: Path | None) ->
     refuse_ungathered(source)
     family = family_of(source.path, source.config)
     model = read_reward_model(source, family, head)
-    if model.form == form:
+    if model.form == form and (form == VALUE_HEAD or has_one_label(source.config or {})):
         return Change(f"a {form} model already; nothing to do")
     if form == VALUE_HEAD:
         layout = _value_head(source, family, model, base)
