@@ -258,6 +258,29 @@ def test_vh_13_a_model_that_is_a_classifier_already_is_copied(tmp_path: Path) ->
     assert contents(tmp_path / "classifier") == contents(tmp_path / "copy")
 
 
+@pytest.mark.parametrize("form", [SEQUENCE, TOKEN])
+@pytest.mark.parametrize("labels", [None, {"0": "bad", "1": "good"}])
+def test_a_classifier_of_one_output_gets_one_label(labels: Any, form: str, tmp_path: Path) -> None:
+    path = reward_model(tmp_path / "rm")
+    export_reward_model(path, output=tmp_path / "classifier", to=form)
+    config = json.loads((tmp_path / "classifier/config.json").read_text())
+    fields = {name: value for name, value in config.items() if name not in ("id2label", "label2id")}
+    odd = fields | ({"id2label": labels, "label2id": {"bad": 0, "good": 1}} if labels else {})
+    (tmp_path / "classifier/config.json").write_text(json.dumps(odd))
+    export_reward_model(tmp_path / "classifier", output=tmp_path / "out", to=form)
+    loaded(AUTO[form], tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+    assert largest_difference(path, tmp_path / "out") <= 1e-6
+
+
+def test_a_bias_beyond_every_float_is_refused(tiny: Path, tmp_path: Path) -> None:
+    export_reward_model(padded(heads.flat(tiny, tmp_path / "rm")), output=tmp_path / "classifier")
+    config = json.loads((tmp_path / "classifier/config.json").read_text())
+    (tmp_path / "classifier/config.json").write_text(json.dumps(config | {"score_bias": 10**400}))
+    with pytest.raises(CheckpointError, match="not a finite number"):
+        export_reward_model(tmp_path / "classifier", output=tmp_path / "out", to=TOKEN)
+
+
 def test_verify_compares_scores_and_fails_beyond_the_tolerance(tmp_path: Path) -> None:
     path = reward_model(tmp_path / "rm")
     report = export_reward_model(path, output=tmp_path / "classifier", verify=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -298,3 +299,14 @@ def test_a_head_that_was_named_and_split_is_nothing_to_do(name: str, tiny: Path,
 def test_a_model_is_not_said_to_lack_the_lm_head_that_it_has(tiny: Path, tmp_path: Path) -> None:
     path = heads.flat(tiny, tmp_path / "checkpoint", prefix="rwtransformer.")
     assert "lm_head" not in fix_valuehead(path).summary
+
+
+def test_two_shards_that_would_get_one_name_are_refused(tiny: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny, tmp_path / "checkpoint"))
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").rename(path / "one.safetensors")
+    torch.save(heads.HEAD | {"x": torch.ones(1)}, path / "one.bin")
+    index = dict.fromkeys(tensors, "one.safetensors") | dict.fromkeys([*heads.HEAD, "x"], "one.bin")
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CheckpointError, match="another shard would get its name as safetensors; rename one of the two"):
+        fix_valuehead(path, safetensors=True)

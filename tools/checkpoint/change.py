@@ -184,6 +184,8 @@ def renamed(
     for file in weights.files:
         new = {n: Stored(file, old) for old in file.tensors if (n := names.get(old, old)) is not None}
         target = file_name(numbered.get(file.name, file.name))
+        if target in shards:
+            raise CheckpointError(file.path, "another shard would get its name as safetensors", "rename one of the two")
         shards |= {target: new} if new else {}
         is_touched = list(new) != list(file.tensors)
         if target != file.name or is_touched:

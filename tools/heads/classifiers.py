@@ -141,6 +141,13 @@ def classifier_config(config: Mapping[str, Any], architecture: str, pad_token_id
     return {**kept, "architectures": [architecture], **labels, **pad}
 
 
+def has_one_label(config: Mapping[str, Any]) -> bool:
+    """Whether transformers makes a classifier of this config.json with one output; without labels it has two."""
+    labels = config.get("id2label")
+    named = len(labels) if isinstance(labels, dict) else None
+    return named in (1, None) and config.get("num_labels", named) == 1
+
+
 def causal_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The config.json of the plain causal LM in place of that of its classifier."""
     of_classifier = ("id2label", "label2id", "num_labels", "problem_type", SCORE_BIAS)

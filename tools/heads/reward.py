@@ -1,6 +1,6 @@
 """A reward model in any layout: a decoder, and one linear layer that scores its last hidden state."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ def read_reward_model(source: Checkpoint, family: Family, wanted: str | None) ->
         problem = f"{weight.name} {list(weight.shape)}: no tensor of the decoder is as wide as that"
         raise CheckpointError(source.path, problem, "is it the head of another model?")
     constant = number_of(bias) if bias else kept
-    if type(constant) not in (int, float) or not math.isfinite(constant):
+    if type(constant) not in (int, float) or not abs(constant) <= sys.float_info.max:  # also refuses NaN
         raise CheckpointError(source.path, f"the bias of its head is {constant}, not a finite number")
     return RewardModel(form, decoder, lm_head, weight, bias, float(constant))
 

@@ -13,7 +13,15 @@ from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
 from tools.checkpoint.shards import rewritten
-from tools.heads.classifiers import SCORE_BIAS, SEQUENCE_HEAD, Family, causal_config, classifier_config, family_of
+from tools.heads.classifiers import (
+    SCORE_BIAS,
+    SEQUENCE_HEAD,
+    Family,
+    causal_config,
+    classifier_config,
+    family_of,
+    has_one_label,
+)
 from tools.heads.numbers import constant
 from tools.heads.padding import pad_token_id
 from tools.heads.reward import LM_HEAD, SEQUENCE, VALUE_HEAD, RewardModel, read_reward_model
@@ -77,7 +85,7 @@ def _plan(source: Checkpoint, form: str, head: str | None, base: Path | None) ->
     refuse_ungathered(source)
     family = family_of(source.path, source.config)
     model = read_reward_model(source, family, head)
-    if model.form == form:
+    if model.form == form and (form == VALUE_HEAD or has_one_label(source.config or {})):
         return Change(f"a {form} model already; nothing to do")
     if form == VALUE_HEAD:
         layout = _value_head(source, family, model, base)
