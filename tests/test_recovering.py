@@ -12,6 +12,7 @@ from snapshots import state
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.receipts import read_receipts
 from tools.postprocess.convert_pissa import convert_pissa
 
 
@@ -48,6 +49,9 @@ def test_what_is_a_function_of_the_base_is_decomposed_again(init: str, option: s
     assert (adapters.logits_on(tiny, run.adapter) - run.logits).abs().max() < 1e-4
     assert len(report.details["sha256 of the base weights"]) == 64
     assert "decomposed again by numpy" in report.details["initial adapter"]
+    recorded = read_receipts(run.adapter)[-1]["recorded"]
+    assert recorded.items() <= report.details.items()
+    assert recorded.keys() >= {"initial adapter", "sha256 of the base weights"}
     assert not convert_pissa(run.adapter, base=str(tiny)).changed
 
 

@@ -112,7 +112,8 @@ class Change:
 
     No files: nothing to do. `dropped` names the tensors that the step gives up on purpose; every other tensor of a
     touched file must come back somewhere, or `check` refuses. `accept` is called when all files are written and none
-    has taken its place yet; it raises CheckpointError for a result that nobody wants.
+    has taken its place yet; it raises CheckpointError for a result that nobody wants. `recorded` is what the receipt
+    keeps beside the options: what the result came from, where no option says it.
     """
 
     summary: str
@@ -120,6 +121,7 @@ class Change:
     details: Mapping[str, Any] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
     accept: Callable[[], None] = lambda: None
+    recorded: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Assert that no tensor of the touched files is lost and no name is written twice in one set of weights."""

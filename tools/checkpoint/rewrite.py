@@ -52,6 +52,7 @@ def rewrite(
         change.check(checkpoint)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         receipt = {"step": step, "version": __version__, "time": now, "options": dict(options or {})}
+        receipt |= {"recorded": dict(change.recorded)} if change.recorded else {}
         recovered = {"recovered": checkpoint.recovered} if checkpoint.recovered else {}
         details = {**change.details, **recovered}
         report = Report(step, str(path), changed=False, summary=change.summary, details=details)

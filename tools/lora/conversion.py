@@ -100,7 +100,8 @@ def _converted(trained: Checkpoint, modules: Modules, origin: Origin, shape: Sha
         **_shape_details(new, losses),
     }
     summary = f"rank {config['r']} -> {new['r']}: plain LoRA for {origin.base}"
-    return Change(summary, _files(trained, products, restored, dropped, new), details, dropped)
+    files = _files(trained, products, restored, dropped, new)
+    return Change(summary, files, details, dropped, recorded=origin.details)
 
 
 def _reshaped(trained: Checkpoint, modules: Modules, why: str, shape: Shape) -> Change:
