@@ -1,4 +1,4 @@
-"""Random Llama of 12 layers in bf16, and a PiSSA adapter of it before and after training: BASE INIT ADAPTER."""
+"""Random Llama of 340 million parameters in bf16, and a PiSSA adapter of it before and after training: BASE INIT ADAPTER."""
 
 import sys
 
@@ -9,12 +9,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 base, init, adapter = sys.argv[1:]
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=16000,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=12,
-    num_attention_heads=9,
-    num_key_value_heads=9,
+    vocab_size=32000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=16,
     tie_word_embeddings=True,
 )
 model = LlamaForCausalLM(config).to(torch.bfloat16)
