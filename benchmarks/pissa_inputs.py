@@ -1,4 +1,4 @@
-"""Random Llama of 340 million parameters in bf16, and a PiSSA adapter of it before and after training: BASE INIT ADAPTER."""
+"""Random bf16 Llama of 340 million parameters, and a PiSSA adapter before and after training: BASE INIT ADAPTER."""
 
 import sys
 
