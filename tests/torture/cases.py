@@ -50,6 +50,7 @@ def tiny_llama(path: Path) -> Path:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2)).save_pretrained(path)
+    (path / "model.safetensors").chmod(0o644)  # for users who may not write
     return path
 
 
