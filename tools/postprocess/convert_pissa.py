@@ -11,8 +11,6 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
-from tools.lora.conversion import Shape, conversion
-from tools.lora.origin import Given
 from tools.postprocess.options import DryRun, OutputDir, Overwrite
 
 
@@ -57,6 +55,9 @@ def convert_pissa(
 
     Example: tools convert-pissa runs/sft/checkpoint-500 --init runs/sft/pissa_init -o runs/sft/lora
     """
+    from tools.lora.conversion import Shape, conversion
+    from tools.lora.origin import Given
+
     if init and residual:
         raise CheckpointError(residual, "--init and --residual both say what was taken out of the base", "give one")
     if max_error is not None and max_rank is None:

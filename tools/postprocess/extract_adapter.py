@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,10 +13,11 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
-from tools.merging.base import as_base, open_base
-from tools.merging.extraction import Errors, extract_plan
 from tools.postprocess.options import DryRun, NewDir, Overwrite
 from tools.postprocess.progress import progress
+
+if TYPE_CHECKING:
+    from tools.merging.extraction import Errors
 
 
 def extract_adapter(
@@ -36,6 +37,9 @@ def extract_adapter(
 
     Example: tools extract-adapter runs/full/checkpoint-500 --base models/SmolLM2-135M-Instruct --rank 32 -o runs/lora
     """
+    from tools.merging.base import as_base, open_base
+    from tools.merging.extraction import Errors, extract_plan
+
     if rank < 1:
         raise CheckpointError("--rank", f"{rank} is no rank", "give a whole number from 1")
     opened = Checkpoint.open(tuned)
@@ -60,7 +64,7 @@ def extract_adapter(
     return replace(report, details={**report.details, **_told(errors)})
 
 
-def _told(errors: Errors) -> dict[str, object]:
+def _told(errors: "Errors") -> dict[str, object]:
     """Relative errors, |D - B A| / |D| (Frobenius): over all layers, then of each, the greatest first."""
     missing, whole = (sum(pair[part] for pair in errors.values()) for part in (0, 1))
     each = {module: math.sqrt(part / total) for module, (part, total) in errors.items()}
