@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import merging
 import pytest
@@ -111,4 +112,13 @@ def test_numbers_that_are_none_are_refused(base: Path, adapter: Path, tmp_path: 
     merging.rewritten(adapter, lambda held: {n: t / 0 if "lora_A" in n else t for n, t in held.items()})
     with pytest.raises(CheckpointError, match=r"lora_A.weight holds NaN or infinity; the training had diverged"):
         merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("option", [{"weight": float("nan")}, {"more": ["adapter=inf"]}], ids=["--weight", "--with"])
+def test_a_weight_that_is_no_number_is_refused(
+    option: dict[str, Any], base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"(nan|inf) is not a finite weight"):
+        merge_adapter(adapter, base=str(base), output=tmp_path / "merged", **option)
     assert not (tmp_path / "merged").exists()

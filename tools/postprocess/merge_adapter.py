@@ -1,5 +1,6 @@
 """Adapter and base: merged into a whole model, one tensor at a time."""
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +55,9 @@ def merge_adapter(
     read_adapter(opened)  # what is wrong with it is said before its base is looked for
     model = open_base(opened, base)
     others = [_other(text) for text in more or ()]
+    for option, number in (("--weight", weight), *(("--with", number) for _, number in others)):
+        if not math.isfinite(number):
+            raise CheckpointError(option, f"{number} is not a finite weight", "give a number such as 0.5")
     largest = size_in_bytes(max_shard_size) if max_shard_size else None
     with progress("merging") as show:
         watch = _Watch(opened.path, show)
