@@ -37,6 +37,11 @@ class Stored:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
+    @property
+    def sources(self) -> tuple["Stored", ...]:
+        """What it is read from, as of a computed tensor: itself."""
+        return (self,)
+
     def read(self) -> bytes:
         with self.file.path.open("rb") as file:
             file.seek(self.tensor.start)
@@ -142,7 +147,7 @@ class Change:
         for content in self.files.values():
             if isinstance(content, TensorFile):
                 for source in content.tensors.values():
-                    yield from (source,) if isinstance(source, Stored) else source.sources
+                    yield from source.sources
 
 
 def stored(weights: Weights) -> dict[str, Stored]:

@@ -44,5 +44,5 @@ def _restored(residual: Stored, scaling: float, taken: Initial, transposed: bool
             rows = slice(row, row + _ROWS_AT_ONCE)
             yield rounded(weight[rows] + scaling * left[rows] @ right, residual.dtype)
 
-    factors = (s for f in (taken.A, taken.B) for s in ((f,) if isinstance(f, Stored) else f.sources))
-    return Computed(residual.dtype, residual.shape, residual.nbytes, blocks, (residual, *factors))
+    sources = (residual, *taken.A.sources, *taken.B.sources)
+    return Computed(residual.dtype, residual.shape, residual.nbytes, blocks, sources)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.change import Computed, Source, Stored
+from tools.checkpoint.change import Computed, Source
 from tools.checkpoint.errors import CheckpointError
 from tools.lora.adapters import LoraModule
 from tools.lora.floats import computed, numbers, rounded
@@ -53,7 +53,7 @@ def folded(product: Product) -> Product:
         def data() -> Iterable[bytes]:
             yield rounded(numbers(source) * product.scaling, source.dtype)
 
-        return Computed(source.dtype, source.shape, source.nbytes, data, _stored(source))
+        return Computed(source.dtype, source.shape, source.nbytes, data, source.sources)
 
     if product.scaling == 1:
         return product
@@ -80,7 +80,7 @@ def shrunk(product: Product, max_rank: int) -> tuple[Product, Loss]:
     b = _padded(left @ u[:, :, :kept], kept, axis=2) * root[:, None, :]  # (blocks, out, kept)
     a = root[:, :, None] * _padded(v[:, :kept] @ right.transpose(0, 2, 1), kept, axis=1)  # (blocks, kept, in)
     new_a, new_b = unblocked(module, a, b)
-    sources = _stored(product.A, product.B)
+    sources = (*product.A.sources, *product.B.sources)
     bias = folded(product).bias
     return (
         Product(
@@ -122,7 +122,3 @@ def _padded(values: "Matrix", length: int, axis: int) -> "Matrix":
 
 def _squares(singular: "Matrix") -> float:
     return float((singular**2).sum())
-
-
-def _stored(*sources: Source) -> tuple[Stored, ...]:
-    return tuple(s for source in sources for s in ((source,) if isinstance(source, Stored) else source.sources))

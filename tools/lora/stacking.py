@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoint.change import Computed, Source, Stored
+from tools.checkpoint.change import Computed, Source
 from tools.lora.adapters import LoraModule
 from tools.lora.floats import bits, negated, numbers
 
@@ -30,7 +30,7 @@ def stacked_a(module: LoraModule, initial: Initial) -> Computed:
         yield np.concatenate(parts, axis=1).tobytes()
 
     shape = (2 * module.A.shape[0], *module.A.shape[1:])
-    return Computed(module.A.dtype, shape, 2 * module.A.nbytes, data, _stored(module.A, initial.A))
+    return Computed(module.A.dtype, shape, 2 * module.A.nbytes, data, (module.A, *initial.A.sources))
 
 
 def stacked_b(module: LoraModule, initial: Initial) -> Computed:
@@ -43,7 +43,7 @@ def stacked_b(module: LoraModule, initial: Initial) -> Computed:
         yield np.concatenate([now, negated(then, module.B.dtype)], axis=1).tobytes()
 
     shape = (module.B.shape[0], 2 * module.B.shape[1], *module.B.shape[2:])
-    return Computed(module.B.dtype, shape, 2 * module.B.nbytes, data, _stored(module.B, initial.B))
+    return Computed(module.B.dtype, shape, 2 * module.B.nbytes, data, (module.B, *initial.B.sources))
 
 
 def is_stacked(module: LoraModule, initial: Initial) -> bool:
@@ -84,7 +84,3 @@ def _rows(a: "NDArray[Any]", blocks: int) -> "NDArray[Any]":
 
 def _columns(b: "NDArray[Any]", module: LoraModule) -> "NDArray[Any]":
     return b.reshape(b.shape[0], b.shape[1] // module.blocks, module.blocks) if module.kind == "parameter" else b
-
-
-def _stored(*factors: Source) -> tuple[Stored, ...]:
-    return tuple(s for factor in factors for s in ((factor,) if isinstance(factor, Stored) else factor.sources))
