@@ -4,12 +4,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tools.checkpoint.change import Stored
+from tools.checkpoint.change import Stored, same_bytes
 from tools.checkpoint.errors import CheckpointError
 from tools.merging.base import Base, is_head
 from tools.merging.floats import ITEM_BYTES, require_floats, widened
 from tools.merging.model_config import is_tied
-from tools.merging.stored_rows import equal, raw_blocks
+from tools.merging.stored_rows import raw_blocks
 
 # Tables that are looked up, and routers of experts: matrices, but not of a linear layer. PEFT saves the output matrix
 # whole beside its factors, so it is saved whole at once.
@@ -90,7 +90,7 @@ def _changed(tuned: Base, base: Base) -> list[str]:
         if source.shape != before.shape:
             problem = f"{name} is {list(source.shape)}, in {base.path} {list(before.shape)}"
             raise CheckpointError(tuned.path, problem, "resize the base's vocabulary first if it has grown")
-        is_same = equal(source, before) if source.dtype == before.dtype else _equal_values(source, before)
+        is_same = same_bytes(source, before) if source.dtype == before.dtype else _equal_values(source, before)
         if not is_same:
             changed.append(name)
     if not changed:

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.checkpoint.change import Stored
+from tools.checkpoint.change import Stored, same_bytes
 from tools.checkpoint.errors import CheckpointError
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, is_head
 from tools.merging.changes import Parts, changes_of
 from tools.merging.floats import require_floats
 from tools.merging.matching import Rename, renaming
-from tools.merging.stored_rows import equal
 
 # The head of a classifier that was trained beside the adapter; the base of a causal LM has none.
 _CLASSIFIER_HEADS = ("score.", "classifier.")
@@ -140,7 +139,7 @@ def _grown(adapter: Adapter, base: Base, weights: Mapping[str, Stored], rename: 
             grown[rename(name)] = copy
             if rename(name) not in base.tensors and base.embedding:  # tied, so it is that of the embedding too
                 grown.setdefault(base.embedding, copy)
-        elif copy.dtype == held.dtype and not equal(copy, held):
+        elif copy.dtype == held.dtype and not same_bytes(copy, held):
             problem = f"{copy.name} is a copy of the base's {held.name}, and the base has other values there"
             raise CheckpointError(adapter.checkpoint.path, problem, "merge it into the base that it was trained on")
     return grown

@@ -31,12 +31,6 @@ def raw_blocks(source: Stored, size: int) -> Iterator[bytes]:
             yield file.read(min(size, source.nbytes - start))
 
 
-def equal(one: Stored, other: Stored) -> bool:
-    """Whether two stored tensors of one dtype and shape agree in every byte."""
-    pairs = zip(raw_blocks(one, _BLOCK_BYTES), raw_blocks(other, _BLOCK_BYTES), strict=True)
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(a == b for a, b in pairs)
-
-
 def with_rows(weight: Stored, indices: Sequence[int], rows: Stored, dtype: str) -> Iterator[Block]:
     """The blocks of a matrix [n, hidden] in `dtype` after row `indices[i]` became row i of `rows`."""
     new = dict(zip(indices, matrix(rows), strict=True))

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from tools.checkpoint.change import Stored
+from tools.checkpoint.change import Stored, same_bytes
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, is_head
 from tools.merging.model_config import is_tied, says_tied
 from tools.merging.parameters import Parameters
-from tools.merging.stored_rows import equal
 
 
 def output_matrix(base: Base, parameters: Parameters, adapters: Sequence[Adapter]) -> tuple[str | None, Stored | None]:
@@ -32,7 +31,7 @@ def _copy(base: Base) -> Stored | None:
     if base.head is None or base.embedding is None or says_tied(base.config) is not True:
         return None
     head, embedding = base.tensors[base.head], base.tensors[base.embedding]
-    return head if head.shape == embedding.shape and equal(head, embedding) else None
+    return head if same_bytes(head, embedding) else None
 
 
 def _stay_one(embedding: str, head: str, parameters: Parameters, adapters: Sequence[Adapter]) -> bool:
@@ -46,7 +45,7 @@ def _stay_one(embedding: str, head: str, parameters: Parameters, adapters: Seque
         return False
     saved = [parameters.saved[name] for name in (embedding, head) if name in parameters.saved]
     if len(saved) == 2:
-        return saved[0].shape == saved[1].shape and equal(*saved)
+        return same_bytes(*saved)
     return head not in parameters.saved and not any(
         adapter.saves(embedding.removesuffix(".weight")) for adapter in adapters
     )
