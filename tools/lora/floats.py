@@ -39,24 +39,35 @@ def negated(values: "NDArray[Any]", dtype: str) -> "NDArray[Any]":
 
 
 def numbers(source: Source) -> "NDArray[Any]":
-    """The tensor in float32, or float64 when it is stored so; exact."""
+    """The tensor in float32, or float64 when it is stored so, in its shape; exact."""
+    return widened(source.read(), source.dtype).reshape(source.shape)
+
+
+def widened(raw: bytes, dtype: str) -> "NDArray[Any]":
+    """Little-endian bytes as a vector of float32, or of float64 when they are; new or read-only, exact."""
     import numpy as np
 
-    if source.dtype == "BF16":
-        wide: NDArray[Any] = bits(source).astype("<u4") << 16
+    if dtype == "BF16":
+        wide = np.frombuffer(raw, "<u2").astype("<u4")
+        wide <<= 16
         return wide.view(np.float32)
-    values = np.frombuffer(source.read(), dtype=_NUMBERS[source.dtype]).reshape(source.shape)
-    return values if source.dtype == "F64" else values.astype("<f4")
+    values: NDArray[Any] = np.frombuffer(raw, _NUMBERS[dtype])
+    return values if dtype == "F64" else values.astype(np.float32, copy=False)
 
 
 def rounded(values: "NDArray[Any]", dtype: str) -> bytes:
-    """Numbers as bytes of `dtype`, each rounded once to the nearest, ties to even."""
+    """Numbers as bytes of `dtype`, each rounded once to the nearest, ties to even; `values` are used up."""
     import numpy as np
 
     if dtype != "BF16":
-        return bytes(values.astype(_NUMBERS[dtype]).tobytes())
-    wide = np.ascontiguousarray(values, dtype="<f4").view("<u4")
-    return bytes(((wide + (0x7FFF + ((wide >> 16) & 1))) >> 16).astype("<u2").tobytes())
+        return values.astype(_NUMBERS[dtype], copy=False).tobytes()
+    wide = np.ascontiguousarray(values, "<f4").view("<u4")
+    odd = wide >> 16
+    odd &= 1
+    odd += 0x7FFF
+    wide += odd
+    wide >>= 16
+    return wide.astype("<u2").tobytes()
 
 
 def computed(values: "NDArray[Any]", dtype: str, sources: tuple[Stored, ...]) -> Computed:

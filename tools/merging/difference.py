@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from tools.checkpoint.change import Stored, same_bytes
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.floats import widened
 from tools.merging.base import Base, is_head
-from tools.merging.floats import ITEM_BYTES, require_floats, widened
+from tools.merging.floats import ITEM_BYTES, require_floats
 from tools.merging.model_config import is_tied
 from tools.merging.stored_rows import raw_blocks
 

@@ -1,13 +1,12 @@
-"""Stored numbers as float32, and back into the dtype they were stored in, rounded once.
-
-numpy knows no bfloat16: it is the upper half of a float32, so it is widened by a shift and rounded on the bits.
-"""
+"""Stored numbers as float32, and back into the dtype they were stored in: finite ones, of 32 bits or fewer."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.checkpoint.change import Stored
 from tools.checkpoint.errors import CheckpointError
+from tools.lora import floats
+from tools.lora.floats import numbers
 
 if TYPE_CHECKING:
     from numpy import float32
@@ -16,36 +15,17 @@ if TYPE_CHECKING:
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
-def widened(raw: bytes, dtype: str) -> "NDArray[float32]":
-    """Little-endian `F32`, `F16` or `BF16` bytes as a new or read-only float32 vector; exact."""
-    import numpy as np
-
-    if dtype == "BF16":
-        bits = np.frombuffer(raw, "<u2").astype("<u4")
-        bits <<= 16
-        return bits.view(np.float32)
-    return np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32, copy=False)
-
-
 def rounded(values: "NDArray[float32]", dtype: str) -> bytes:
-    """Float32 values as bytes of `dtype`, each rounded to the nearest, ties to even; `values` is used up.
+    """Float32 values as bytes of `dtype`, rounded once; `values` are used up.
 
     Raises FloatingPointError for a finite value that float16 cannot hold.
     """
     import numpy as np
 
-    if dtype == "F32":
-        return values.tobytes()
-    if dtype == "F16":
-        with np.errstate(over="raise"):
-            return values.astype("<f2").tobytes()
-    bits = values.view(np.uint32)
-    odd = bits >> 16
-    odd &= 1
-    odd += 0x7FFF
-    bits += odd
-    bits >>= 16
-    return bits.astype("<u2").tobytes()
+    if dtype != "F16":
+        return floats.rounded(values, dtype)
+    with np.errstate(over="raise"):
+        return floats.rounded(values, dtype)
 
 
 def matrix(source: Stored) -> "NDArray[float32]":
@@ -56,7 +36,7 @@ def matrix(source: Stored) -> "NDArray[float32]":
     import numpy as np
 
     require_floats(source)
-    values = widened(source.read(), source.dtype).reshape(source.shape)
+    values = numbers(source)
     if not np.isfinite(values).all():
         raise CheckpointError(source.file.path, f"{source.name} holds NaN or infinity", "the training had diverged")
     return values

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.change import Stored
 from tools.checkpoint.errors import CheckpointError
-from tools.merging.floats import ITEM_BYTES, Matrices, rounded, widened
+from tools.lora.floats import widened
+from tools.merging.floats import ITEM_BYTES, Matrices, rounded
 
 if TYPE_CHECKING:
     from numpy import float32

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from tools.checkpoint.change import Computed, Source, Stored
-from tools.merging.floats import ITEM_BYTES, Matrices, matrix, require_floats, rounded, widened
+from tools.lora.floats import widened
+from tools.merging.floats import ITEM_BYTES, Matrices, matrix, require_floats, rounded
 from tools.merging.low_rank import Block
 
 _BLOCK_BYTES = 1 << 18
