@@ -11,6 +11,7 @@ from tools.checkpoint.layout import Checkpoint
 from tools.lora.adapters import LoraModule
 from tools.lora.floats import computed, numbers, require_floats
 from tools.lora.stacking import Initial
+from tools.lora.svd import greatest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 # A difference of the rank that was taken out falls off by some hundreds in bf16 and a million in fp32.
 _LEAST_GAP = 10.0
-_OVERSAMPLING = 8
-_POWER_ITERATIONS = 2
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def from_residual(
         if not difference.any():
             factors[name] = _unchanged(module, residual)
             continue
-        u, s, v = _low_rank(_as_linear(module, difference, transposed), module.r)
+        u, s, v = greatest(_as_linear(module, difference, transposed), module.r)
         gaps[name] = float(s[module.r - 1] / max(s[module.r], np.finfo(s.dtype).tiny)) if len(s) > module.r else np.inf
         if gaps[name] < _LEAST_GAP:
             problem = f"{name} differs from {base.path} by more than rank {module.r}"
@@ -164,16 +163,3 @@ def _zero(module: LoraModule) -> Initial:
 
     a, b = (computed(np.zeros(f.shape, "<f4"), f.dtype, ()) for f in (module.A, module.B))
     return Initial(a, b)
-
-
-def _low_rank(matrix: "Matrix", rank: int) -> "tuple[Matrix, Matrix, Matrix]":
-    """U, S and V^T of the greatest singular values, some more than `rank` (Halko et al. 2011, arXiv:0909.4061)."""
-    import numpy as np
-
-    width = min(rank + _OVERSAMPLING, *matrix.shape)
-    sample = matrix @ np.random.default_rng(0).standard_normal((matrix.shape[1], width)).astype(matrix.dtype)
-    for _ in range(_POWER_ITERATIONS):
-        sample = matrix @ np.linalg.qr(matrix.T @ np.linalg.qr(sample)[0])[0]
-    basis = np.linalg.qr(sample)[0]
-    u, s, v = np.linalg.svd(basis.T @ matrix, full_matrices=False)
-    return basis @ u, s, v

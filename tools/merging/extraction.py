@@ -7,14 +7,14 @@ from tools.checkpoint.change import Change, Computed, Source, Stored, TensorFile
 from tools.checkpoint.layout import Checkpoint
 from tools.heads.finding import architectures_of
 from tools.lora.adapters import PREFIX
+from tools.lora.svd import low_rank
 from tools.merging.base import Base
 from tools.merging.changes import stores_transposed
 from tools.merging.difference import Difference, difference
 from tools.merging.floats import matrix
-from tools.merging.svd import low_rank
 
 if TYPE_CHECKING:
-    from tools.merging.svd import Floats
+    from tools.lora.svd import Matrix
 
 _TASKS = {
     **{"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"},
@@ -28,21 +28,18 @@ def extract_plan(tuned: Base, base: Base, rank: int, errors: Errors, show: Calla
     """The change that makes the directory of a full fine-tune an adapter; `errors` are filled in as it is written."""
     found = difference(tuned, base)
     total = sum(source.nbytes for source, _ in found.linear.values())
+    done = 0
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        show(done, total)
+
     tensors: dict[str, Source] = {}
     for name, (now, before) in found.linear.items():
         module = name.removesuffix(".weight")
         transposed = stores_transposed(base.config, now)
-        pair = _Pair(
-            module,
-            now,
-            before,
-            rank,
-            transposed,
-            errors,
-            lambda: show(
-                sum(s.nbytes for n, (s, _) in found.linear.items() if n.removesuffix(".weight") in errors), total
-            ),
-        )
+        pair = _Pair(module, now, before, rank, transposed, errors, told)
         tensors |= {f"{PREFIX}{module}.lora_{factor}.weight": pair.tensor(factor) for factor in "AB"}
     for name, source in {**found.saved, **found.biases}.items():
         owner, _, last = name.rpartition(".")
@@ -72,11 +69,11 @@ class _Pair:
         rank: int,
         transposed: bool,
         errors: Errors,
-        show: Callable[[], None],
+        show: Callable[[int], None],
     ) -> None:
         self.module, self.now, self.before, self.rank, self.transposed = module, now, before, rank, transposed
         self.errors, self.show = errors, show
-        self.waiting: dict[str, Floats] = {}
+        self.waiting: dict[str, Matrix] = {}
 
     def tensor(self, factor: str) -> Computed:
         """A [rank, in] or B [out, rank], in float32."""
@@ -99,7 +96,7 @@ class _Pair:
         whole = float(np.square(delta, dtype=np.float64).sum())
         delta -= self.waiting["B"] @ self.waiting["A"]
         self.errors[self.module] = float(np.square(delta, dtype=np.float64).sum()), whole
-        self.show()
+        self.show(self.now.nbytes)
 
 
 def _config(found: Difference, tuned: Base, base: Base, rank: int) -> dict[str, Any]:
