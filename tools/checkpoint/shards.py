@@ -27,6 +27,11 @@ def rewritten(weights: Weights, tensors: Mapping[str, Source]) -> dict[str, Cont
     return gone | files | {f"{_STEM}.safetensors.index.json": index_file(shards)}
 
 
+def as_safetensors(name: str) -> str:
+    """The name that transformers gives to the same file in safetensors: `model-00001-of-00002.safetensors`."""
+    return name.replace("pytorch_model", "model", 1).replace(".bin", ".safetensors", 1)
+
+
 def _groups(weights: Weights, tensors: Mapping[str, Source]) -> list[dict[str, Source]]:
     """The tensors of each file that is left, in the order of its data, and those from elsewhere with the last."""
     paths = [file.path for file in weights.files]

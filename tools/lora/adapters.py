@@ -31,8 +31,10 @@ _PLAIN_FIELDS = frozenset(
         *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size"),
     )
 )
-# Modules that PEFT saves unasked when they are targets or the vocabulary has grown.
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out", "shared", "tok_embeddings")
+# What decoders call the embedding of tokens, and the matrix that turns hidden states into logits. PEFT saves them unasked
+# when they are targets or the vocabulary has grown.
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "shared", "tok_embeddings")
+OUTPUT_MATRICES = ("lm_head", "embed_out")
 
 
 def changes_base(init_lora_weights: Any) -> bool:
@@ -109,7 +111,7 @@ def beside_factors(config: Mapping[str, Any], weights: Weights) -> dict[str, Sto
     weights, which PEFT saves with an adapted embedding. Raises CheckpointError for any other, by name.
     """
     beside = {name: source for name, source in stored(weights).items() if ".lora_" not in name}
-    saved = (*_EMBEDDINGS, *(config.get("modules_to_save") or ()))
+    saved = (*EMBEDDINGS, *OUTPUT_MATRICES, *(config.get("modules_to_save") or ()))
     for name in beside:
         owner, _, parameter = name.removeprefix(PREFIX).rpartition(".")
         known = (

@@ -9,9 +9,8 @@ from tools.checkpoint.change import Stored, refuse_ungathered, stored
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import PROCESSOR_FILES, TRAINING_STATE, Checkpoint, Weights
 from tools.hub import local_copy
+from tools.lora.adapters import EMBEDDINGS, OUTPUT_MATRICES
 
-_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "shared", "tok_embeddings")
-_HEADS = ("lm_head", "embed_out")
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".npz"}
 _IMAGE_OR_SOUND = ("processor", "extractor", "audio")
 
@@ -32,7 +31,7 @@ class Base:
     @property
     def embedding(self) -> str | None:
         """The name of the token embedding, None where there is none that is known."""
-        return next((name for name in self.tensors if name.endswith(tuple(f"{e}.weight" for e in _EMBEDDINGS))), None)
+        return next((name for name in self.tensors if name.endswith(tuple(f"{e}.weight" for e in EMBEDDINGS))), None)
 
     @property
     def head(self) -> str | None:
@@ -42,7 +41,7 @@ class Base:
 
 def is_head(name: str) -> bool:
     """Whether a tensor of this name turns hidden states into logits."""
-    return name.removesuffix(".weight").rpartition(".")[2] in _HEADS and name.endswith(".weight")
+    return name.removesuffix(".weight").rpartition(".")[2] in OUTPUT_MATRICES and name.endswith(".weight")
 
 
 def open_base(adapter: Checkpoint, named: Path | str | None) -> Base:

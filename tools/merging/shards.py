@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from tools.checkpoint.change import Content, Source, TensorFile, index_file
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Weights
+from tools.checkpoint.shards import as_safetensors
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _INDEX = "model.safetensors.index.json"
@@ -25,7 +26,7 @@ def size_in_bytes(text: str) -> int:
 
 def like_base(base: Weights, tensors: Mapping[str, Source]) -> dict[str, Content]:
     """Each tensor in the file that held it in the base, new ones in the last, `.bin` files as safetensors."""
-    files = {_as_safetensors(file.name): (list(file.tensors), file.metadata) for file in base.files}
+    files = {as_safetensors(file.name): (list(file.tensors), file.metadata) for file in base.files}
     known = {name for names, _ in files.values() for name in names}
     last = next(reversed(files))
     files[last][0].extend(name for name in tensors if name not in known)
@@ -50,10 +51,6 @@ def in_shards(tensors: Mapping[str, Source], largest: int, metadata: Mapping[str
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else ["model.safetensors"]
     return _with_index({n: TensorFile(group, metadata) for n, group in zip(names, groups, strict=True)}, None)
-
-
-def _as_safetensors(name: str) -> str:
-    return re.sub(r"^pytorch_model(.*)\.bin$", r"model\1.safetensors", name)
 
 
 def _with_index(files: Mapping[str, TensorFile], base: Weights | None) -> dict[str, Content]:

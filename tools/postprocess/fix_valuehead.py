@@ -14,6 +14,7 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint, Weights
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
+from tools.checkpoint.shards import as_safetensors
 from tools.heads.files import refuse_contradictions, refuse_other_values
 from tools.heads.finding import Head, architectures_of, choose_head, find_heads, some
 from tools.heads.wrappers import bare_names, inner_wrappers, wrapper_of
@@ -83,7 +84,7 @@ def _plan(source: Checkpoint, wanted: str | None, safetensors: bool, config_from
     if adapter:
         files |= adapter_files(source, adapter, suffix)
     elif head or any(name != inner for name, inner in decoder.items()):
-        files |= renamed(model, decoder | dict.fromkeys(own), str if model.name.endswith(suffix) else _as_safetensors)
+        files |= renamed(model, decoder | dict.fromkeys(own), str if model.name.endswith(suffix) else as_safetensors)
     if head:
         files |= _head_file(source, model, own, suffix)
     config = missing_config(source, config_from) if decoder and not adapter else {}
@@ -115,11 +116,6 @@ def _decoder(source: Checkpoint, model: Weights, own: Mapping[str, str]) -> tupl
     if not is_wrapped and all(name.startswith("module.") for name in wrapped):  # a part of the model is called so
         return "", {name: name for name in bare}
     return wrapper_of(source.path / model.name, bare, own), bare
-
-
-def _as_safetensors(name: str) -> str:
-    """The name that transformers gives to the same file in safetensors: `model-00001-of-00002.safetensors`."""
-    return name.replace("pytorch_model", "model", 1).replace(".bin", ".safetensors", 1)
 
 
 def _head_file(source: Checkpoint, model: Weights, own: Mapping[str, str], suffix: str) -> dict[str, Content | None]:
