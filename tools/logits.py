@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,20 +87,27 @@ def load_model(path: Path, base: Path | None = None) -> Any:
 
 def loaded(auto: Any, path: Path, what: str, *, dtype: Any) -> Any:
     """The model that one of transformers' Auto classes makes of a checkpoint, without random weights."""
-    try:
-        with quiet():
-            model, loading = auto.from_pretrained(path, dtype=dtype, output_loading_info=True, local_files_only=True)
-    except Exception as error:  # whatever the parts of transformers raise at a config.json that nobody wrote
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(path, f"transformers does not load it as {what} ({reason})") from error
+    with loading_as(what, path):
+        model, loading = auto.from_pretrained(path, dtype=dtype, output_loading_info=True, local_files_only=True)
     if missing := sorted(loading["missing_keys"]):
         problem = f"{len(missing)} weights are missing and would be random: {', '.join(missing[:3])}"
         raise CheckpointError(path, problem, "do the names have a prefix that does not belong there?")
     return model
 
 
+@contextlib.contextmanager
+def loading_as(what: str, path: Path) -> Iterator[None]:
+    """Quiet; raises CheckpointError where transformers fails, whatever its parts say of a config.json nobody wrote."""
+    try:
+        with quiet():
+            yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(path, f"transformers does not load it as {what} ({reason})") from error
+
+
 def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig
 
     named = base or (checkpoint.adapter_config or {}).get("base_model_name_or_path")
     path = local_copy(named) if named else None
@@ -109,10 +116,20 @@ def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
     model = load_model(path)
     config = PeftConfig.from_pretrained(checkpoint.path)
     config.init_lora_weights = True
+    return with_adapter(model, checkpoint, config)
+
+
+def with_adapter(model: Any, checkpoint: Checkpoint, config: Any, beside: Set[str] = frozenset()) -> Any:
+    """The model with the adapter of a checkpoint on it, as `config` (a PeftConfig) has it.
+
+    Raises CheckpointError unless its tensors are those that the configuration makes, and those `beside` them.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
     with quiet():
         model = PeftModel.from_pretrained(model, checkpoint.path, config=config)
     assert checkpoint.adapter is not None
-    expected, found = set(get_peft_model_state_dict(model)), set(checkpoint.adapter.tensors)
+    expected, found = set(get_peft_model_state_dict(model)), checkpoint.adapter.tensors.keys() - beside
     if odd := sorted(expected ^ found):
         raise CheckpointError(checkpoint.path, f"{len(odd)} tensors do not fit its configuration: {', '.join(odd[:3])}")
     return model

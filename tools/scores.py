@@ -48,8 +48,8 @@ def scorer(path: Path) -> Scorer:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+    from tools.training.value_head import at_last_token, positions
     from tools.training.value_head import load as load_value_head
-    from tools.training.value_head import positions
 
     config = Checkpoint.open(path).config or {}
     names = architectures_of(config)
@@ -62,16 +62,12 @@ def scorer(path: Path) -> Scorer:
         return lambda ids, mask: sequence(ids, attention_mask=mask, **positions(sequence, mask)).logits[:, 0] + bias
     if any(name.endswith("ForTokenClassification") for name in names):
         token = load(AutoModelForTokenClassification)
-        return lambda ids, mask: _last(token(ids, attention_mask=mask, **positions(token, mask)).logits[..., 0], mask)
+
+        def score(ids: "torch.Tensor", mask: "torch.Tensor") -> "torch.Tensor":
+            return at_last_token(token(ids, attention_mask=mask, **positions(token, mask)).logits[..., 0], mask)
+
+        return score
     return load_value_head(path, normalised=False).float()  # type: ignore[no-any-return]
-
-
-def _last(values: "torch.Tensor", mask: "torch.Tensor") -> "torch.Tensor":
-    """Of each row the value at its last token: [batch, length] -> [batch]."""
-    import torch
-
-    last = (mask * torch.arange(mask.shape[1])).argmax(-1)
-    return values[torch.arange(len(last)), last]
 
 
 def _padded(rows: list[list[int]], pad: int, left: bool) -> tuple["torch.Tensor", "torch.Tensor"]:

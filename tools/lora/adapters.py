@@ -31,8 +31,8 @@ _PLAIN_FIELDS = frozenset(
         *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size"),
     )
 )
-# What decoders call the embedding of tokens, and the matrix that turns hidden states into logits. PEFT saves them unasked
-# when they are targets or the vocabulary has grown.
+# What decoders call the embedding of tokens, and the matrix that turns hidden states into logits. PEFT saves them
+# unasked when they are targets or the vocabulary has grown.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "shared", "tok_embeddings")
 OUTPUT_MATRICES = ("lm_head", "embed_out")
 

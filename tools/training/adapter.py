@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
 from tools.lora.adapters import changes_base
-from tools.training.config import FinetuningArguments
+from tools.training.config import FROM_DATA, FinetuningArguments
 from tools.training.targets import ALL_LINEAR, check_targets, experts, linear_layers, targets
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _started(decoder: Any, init: bool | str, settings: dict[str, Any], folder: P
 
     from tools.training.callbacks import initial_adapter
 
-    if init in ("eva", "corda", "lora_ga"):
+    if init in FROM_DATA:
         from tools.training import calibration as data
 
         config = data.config_of(str(init), **settings)

@@ -17,7 +17,6 @@ from tools.training.collate import RowCollator
 
 Batch = dict[str, torch.Tensor]
 
-FROM_DATA = ("eva", "corda", "lora_ga")
 MOST_BATCHES = 1000  # that EVA may see before it has settled
 
 

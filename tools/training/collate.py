@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tools.training.masking import IGNORED
+
 Row = Mapping[str, Sequence[int]]
-IGNORED = -100  # label that the loss of every transformers model leaves out
 
 
 def pad(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:

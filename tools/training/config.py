@@ -27,10 +27,11 @@ from tools.training.config_source import read_environment, read_file, read_overr
 from tools.training.sources import source_of
 
 SAMPLING = ("temperature", "top_p", "top_k")  # fields of `generating` that are read only when tokens are drawn
+FROM_DATA = ("eva", "corda", "lora_ga")  # inits that look at data; the last two take a part out of the base
 INITS = (
     *("gaussian", "orthogonal", "mica"),  # leave the base as it is
     *("pissa", "pissa_niter_4", "olora"),  # take a part out of it
-    *("eva", "corda", "lora_ga"),  # look at data; the last two take a part out of the base
+    *FROM_DATA,
     "loftq",  # of a quantised base
 )
 REPORTERS = ("wandb", "swanlab", "trackio", "tensorboard", "mlflow")

@@ -9,7 +9,7 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.heads.wrappers import bare_names, inner_wrappers, wrapper_of
 from tools.hub import local_copy
-from tools.logits import load_model, quiet
+from tools.logits import load_model, loading_as, with_adapter
 from tools.lora.adapters import changes_base
 from tools.training.stored_head import StoredHead, stored_heads
 
@@ -59,21 +59,17 @@ def _from_pretrained(
         )
     code = {name: settings[name] for name in ("trust_remote_code",) if name in settings}
     wrappers = _without_wrappers(checkpoint, heads)
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(described, **code)
-            generation = {} if checkpoint.config else {"generation_config": GenerationConfig.from_model_config(config)}
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path,
-                config=config,
-                key_mapping=wrappers,
-                output_loading_info=True,
-                **generation,
-                **settings,
-            )
-    except Exception as error:  # whatever the parts of transformers raise at a config.json that nobody wrote
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(checkpoint.path, f"transformers does not load it as a causal LM ({reason})") from error
+    with loading_as("a causal LM", checkpoint.path):
+        config = AutoConfig.from_pretrained(described, **code)
+        generation = {} if checkpoint.config else {"generation_config": GenerationConfig.from_model_config(config)}
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            config=config,
+            key_mapping=wrappers,
+            output_loading_info=True,
+            **generation,
+            **settings,
+        )
     _forget(model, wrappers)
     return model, loading
 
@@ -124,19 +120,14 @@ def _load_adapter(checkpoint: Checkpoint, heads: frozenset[str], base: Path | No
     if checkpoint.adapter is None:
         _refuse_gathered_adapter(checkpoint)
         raise CheckpointError(checkpoint.path, "the tensors of its adapter are not here", "was the save cut short?")
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig
 
     model = _load_base(checkpoint, base or adapter.get("base_model_name_or_path"))
     config = PeftConfig.from_pretrained(checkpoint.path)
     config.task_type, config.init_lora_weights = "CAUSAL_LM", True
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     config.modules_to_save = [module for module in config.modules_to_save or () if module in own] or None
-    with quiet():
-        model = PeftModel.from_pretrained(model, checkpoint.path, config=config)
-    expected, found = set(get_peft_model_state_dict(model)), checkpoint.adapter.tensors.keys() - heads
-    if odd := sorted(expected ^ found):
-        raise CheckpointError(checkpoint.path, f"{len(odd)} tensors do not fit its configuration: {', '.join(odd[:3])}")
-    return model
+    return with_adapter(model, checkpoint, config, beside=heads)
 
 
 def _load_base(checkpoint: Checkpoint, named: Path | str | None) -> Any:

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-IGNORED = -100  # label that the loss leaves out
+from tools.training.masking import IGNORED
 
 Columns = dict[str, list[int]]
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.report import Report
+from tools.training.masking import IGNORED
 
 if TYPE_CHECKING:
     from tools.training.config import TrainConfig
     from tools.training.stages import Stage
-
-IGNORED = -100
 
 
 def preview(config: Path, overrides: Sequence[str] = (), *, batches: int = 1) -> Report:

@@ -142,7 +142,9 @@ def trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any
 
 def _calibration(config: "TrainConfig", rows: Any, tokenizer: Any) -> Any:
     """The rows that the adapter's init looks at, if it looks at any."""
-    if config.finetuning.method == "full" or config.finetuning.init_lora_weights not in ("eva", "corda", "lora_ga"):
+    from tools.training.config import FROM_DATA
+
+    if config.finetuning.method == "full" or config.finetuning.init_lora_weights not in FROM_DATA:
         return None
     from tools.training.calibration import Calibration
 

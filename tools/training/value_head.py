@@ -94,9 +94,7 @@ class ValueHeadModel(nn.Module):  # type: ignore[misc]  # torch is not typed her
         backbone = model.base_model  # everything but lm_head; the adapter's layers are inside
         at = positions(backbone, attention_mask)
         outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **at)
-        column = torch.arange(input_ids.shape[1], device=input_ids.device)
-        last = (attention_mask * column).argmax(-1)  # [batch]
-        scores: torch.Tensor = self.v_head(outputs.last_hidden_state[torch.arange(len(last), device=last.device), last])
+        scores: torch.Tensor = self.v_head(at_last_token(outputs.last_hidden_state, attention_mask))
         return scores
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
@@ -188,6 +186,13 @@ def _hidden_size(decoder: Any) -> int:
     """What lm_head takes, or in its absence what the embeddings give."""
     embeddings = decoder.get_output_embeddings() or decoder.get_input_embeddings()
     return int(embeddings.weight.shape[1])
+
+
+def at_last_token(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Of each row what stands at its last token that is no padding: [batch, length, ...] -> [batch, ...]."""
+    column = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    last = (attention_mask * column).argmax(-1)  # [batch]
+    return values[torch.arange(len(last), device=last.device), last]
 
 
 def positions(model: Any, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
