@@ -8,7 +8,6 @@ from tools.checkpoint.layout import HEAD_FILES, Checkpoint, Weights, checkpoints
 from tools.checkpoint.report import Report, size_text
 from tools.heads.finding import Head, architectures_of, find_heads
 from tools.heads.wrappers import ACTOR_CRITIC, strip_wrappers
-from tools.lora.serving import serving_limits
 from tools.postprocess.options import CheckpointDir
 
 
@@ -28,6 +27,8 @@ def inspect(checkpoint: CheckpointDir) -> Report:
             details[f"{name} weights"] = _weights(weights)
     if opened.adapter_config is not None:
         details["adapter_config.json"] = _adapter(opened.adapter_config)
+        from tools.lora.serving import serving_limits
+
         details["serving"] = serving_limits(opened.adapter_config) or "as an adapter, nothing in the way"
     elif opened.config is not None:
         details["config.json"] = _config(opened.config)

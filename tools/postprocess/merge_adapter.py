@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,13 +16,12 @@ from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import fingerprint
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
-from tools.merging.adapter import read_adapter
-from tools.merging.base import Base, open_base
-from tools.merging.low_rank import Block
-from tools.merging.plan import merge_plan
-from tools.merging.shards import size_in_bytes
 from tools.postprocess.options import DryRun, NewDir, Overwrite
 from tools.postprocess.progress import progress
+
+if TYPE_CHECKING:
+    from tools.merging.base import Base
+    from tools.merging.low_rank import Block
 
 
 def merge_adapter(
@@ -51,6 +50,11 @@ def merge_adapter(
 
     Example: tools merge-adapter runs/sft/lora --base models/SmolLM2-135M-Instruct -o runs/sft/merged
     """
+    from tools.merging.adapter import read_adapter
+    from tools.merging.base import open_base
+    from tools.merging.plan import merge_plan
+    from tools.merging.shards import size_in_bytes
+
     opened = Checkpoint.open(adapter)
     read_adapter(opened)  # what is wrong with it is said before its base is looked for
     model = open_base(opened, base)
@@ -91,7 +95,7 @@ def _other(text: str) -> tuple[Path, float]:
 
 
 def _options(
-    adapter: Path, base: Base, weight: float, others: list[tuple[Path, float]], max_shard_size: str | None
+    adapter: Path, base: "Base", weight: float, others: list[tuple[Path, float]], max_shard_size: str | None
 ) -> dict[str, Any]:
     """What the receipt records: the output is made again when any of it has changed."""
 
@@ -126,7 +130,7 @@ class _Watch:
         replaced = any(isinstance(each, Stored) and each.file.path.parent == self.adapter for each in sources)
         return change if replaced else replace(change, accept=self.accept)
 
-    def blocks(self, blocks: Iterable[Block]) -> Iterator[bytes]:
+    def blocks(self, blocks: "Iterable[Block]") -> Iterator[bytes]:
         row = 0 if os.getpid() == self.process else 1
         for old, new in blocks:
             if not self.counts[row, 1]:
