@@ -1,17 +1,13 @@
 """Actor and critic: one large file split into two models, against copying it."""
 
 import json
-import math
-import os
 import shutil
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import llama
 from measure import TOOLS, Benchmark, Command
 
-_BLOCK_BYTES = 4 << 20
-_HIDDEN, _INNER, _VOCABULARY = 2048, 5632, 32000
 # Layers of each of the two models for so many GB of both.
 _LAYERS = {1: 3, 4: 17}
 
@@ -50,47 +46,22 @@ def actor_critic(folder: Path, gigabytes: int) -> Path:
     checkpoint.mkdir()
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "pad_token_id": 0}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    backbone = list(_backbone(gigabytes))
-    fields: dict[str, object] = {
-        "__metadata__": {f"value_model.model.{name}": f"critic_backbone.{name}" for name, _ in backbone}
-    }
-    end = 0
-    for name, shape in (
+    backbone = list(llama.decoder(_LAYERS[gigabytes]))
+    aliases = {f"value_model.model.{name}": f"critic_backbone.{name}" for name, _ in backbone}
+    tensors = (
         *((f"critic_backbone.{name}", shape) for name, shape in backbone),
-        ("policy.lm_head.weight", [_VOCABULARY, _HIDDEN]),
+        ("policy.lm_head.weight", [llama.VOCABULARY, llama.HIDDEN]),
         *((f"policy.model.{name}", shape) for name, shape in backbone),
-        ("value_model.score.weight", [1, _HIDDEN]),
-    ):
-        start, end = end, end + 2 * math.prod(shape)
-        fields[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    header = json.dumps(fields, separators=(",", ":")).encode()
-    header = header.ljust(-(-len(header) // 8) * 8)
-    with (checkpoint / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        while missing := 8 + len(header) + end - file.tell():
-            file.write(os.urandom(min(_BLOCK_BYTES, missing)))
+        ("value_model.score.weight", [1, llama.HIDDEN]),
+    )
+    header, nbytes = llama.header_of(((name, "BF16", shape) for name, shape in tensors), aliases)
+    llama.fill(checkpoint / "model.safetensors", header, len(header) + nbytes)
     return checkpoint
-
-
-def _backbone(gigabytes: int) -> Iterator[tuple[str, list[int]]]:
-    """Name and shape of each tensor of the decoder, without the prefix of the model that it is in."""
-    yield "embed_tokens.weight", [_VOCABULARY, _HIDDEN]
-    for layer in range(_LAYERS[gigabytes]):
-        for name, shape in (
-            ("input_layernorm", [_HIDDEN]),
-            ("mlp.down_proj", [_HIDDEN, _INNER]),
-            ("mlp.gate_proj", [_INNER, _HIDDEN]),
-            ("mlp.up_proj", [_INNER, _HIDDEN]),
-            ("post_attention_layernorm", [_HIDDEN]),
-            *((f"self_attn.{each}_proj", [_HIDDEN, _HIDDEN]) for each in "koqv"),
-        ):
-            yield f"layers.{layer}.{name}.weight", shape
-    yield "norm.weight", [_HIDDEN]
 
 
 def _split_in(output: Path, gigabytes: int) -> str:
     """Assert that each model has its own tensors under its own names."""
-    decoder = {f"model.{name}" for name, _ in _backbone(gigabytes)}
+    decoder = {f"model.{name}" for name, _ in llama.decoder(_LAYERS[gigabytes])}
     for part, head in (("policy", "lm_head.weight"), ("critic", "score.weight")):
         with (output / part / "model.safetensors").open("rb") as file:
             fields = json.loads(file.read(int.from_bytes(file.read(8), "little")))

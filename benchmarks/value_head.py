@@ -1,7 +1,6 @@
 """Value head: split out of large checkpoints, against copying them, loading them, and starting Python."""
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -9,10 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import llama
 from measure import TOOLS, Benchmark, Command
 
-_BLOCK_BYTES = 4 << 20
-_HIDDEN, _INNER, _VOCABULARY = 2048, 5632, 32000
 # Layers of a checkpoint of so many GB.
 _LAYERS = {1: 9, 4: 38, 16: 154}
 
@@ -135,41 +133,23 @@ def large_checkpoint(folder: Path, gigabytes: int) -> Path:
     checkpoint = folder / f"checkpoint-{gigabytes}"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}\n')
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape in _tensors(gigabytes):
-        start, end = end, end + math.prod(shape) * (4 if dtype == "F32" else 2)
-        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    header = json.dumps(fields, separators=(",", ":")).encode()
-    header = header.ljust(-(-len(header) // 8) * 8)
-    first = len(header).to_bytes(8, "little") + header + os.urandom(4 * (_HIDDEN + 1))  # all that a split may change
+    header, nbytes = llama.header_of(_tensors(gigabytes), {"format": "pt"})
+    first = header + os.urandom(4 * (llama.HIDDEN + 1))  # all that a split may change
     checkpoint.with_suffix(".first_bytes").write_bytes(first)
-    with (checkpoint / "model.safetensors").open("wb") as file:
-        file.write(first)
-        if gigabytes > 1:
-            file.truncate(8 + len(header) + end)
-            return checkpoint
-        while missing := 8 + len(header) + end - file.tell():
-            file.write(os.urandom(min(_BLOCK_BYTES, missing)))
+    if gigabytes > 1:
+        (checkpoint / "model.safetensors").write_bytes(first)
+        os.truncate(checkpoint / "model.safetensors", len(header) + nbytes)
+    else:
+        llama.fill(checkpoint / "model.safetensors", first, len(header) + nbytes)
     return checkpoint
 
 
 def _tensors(gigabytes: int) -> Iterator[tuple[str, str, list[int]]]:
     """Name, dtype and shape in the order of safetensors: wider dtypes first, then by name."""
     yield "v_head.summary.bias", "F32", [1]
-    yield "v_head.summary.weight", "F32", [1, _HIDDEN]
-    yield "model.embed_tokens.weight", "BF16", [_VOCABULARY, _HIDDEN]
-    for layer in range(_LAYERS[gigabytes]):
-        for name, shape in (
-            ("input_layernorm", [_HIDDEN]),
-            ("mlp.down_proj", [_HIDDEN, _INNER]),
-            ("mlp.gate_proj", [_INNER, _HIDDEN]),
-            ("mlp.up_proj", [_INNER, _HIDDEN]),
-            ("post_attention_layernorm", [_HIDDEN]),
-            *((f"self_attn.{each}_proj", [_HIDDEN, _HIDDEN]) for each in "koqv"),
-        ):
-            yield f"model.layers.{layer}.{name}.weight", "BF16", shape
-    yield "model.norm.weight", "BF16", [_HIDDEN]
+    yield "v_head.summary.weight", "F32", [1, llama.HIDDEN]
+    for name, shape in llama.decoder(_LAYERS[gigabytes]):
+        yield f"model.{name}", "BF16", shape
 
 
 def unsplit(checkpoint: Path) -> None:

@@ -1,5 +1,6 @@
 """Tiny checkpoints built by the real libraries, and the recorded ones under tests/fixtures."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -85,3 +86,25 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> "Callable[[Any], None]":
         monkeypatch.setattr(trackers, "tracker_callbacks", lambda *_: [callback])
 
     return add
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """A small tokenizer of any text, in ChatML."""
+    from conversations import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Any]:
+    """Write rows as JSON lines: the data of a run."""
+
+    def write(*rows: Any, **options: Any) -> Any:
+        from tools.training.config import DataArguments
+
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DataArguments(train_file=file, **options)
+
+    return write

@@ -4,29 +4,11 @@ import csv
 import json
 
 import pytest
-from conversations import BRACKETS, byte_tokenizer, learnt, only, said
+from conversations import BRACKETS, learnt, only, said
 
 from tools.checkpoint.errors import CheckpointError
 from tools.training.config import DataArguments
 from tools.training.data import load_preferences, load_sft
-
-
-@pytest.fixture
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Write rows as JSON lines."""
-
-    def write(*rows, **options) -> DataArguments:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return DataArguments(train_file=file, **options)
-
-    return write
-
 
 ANSWER = " Grüße, 你好 🙂\n\nA second  paragraph.\n"
 

@@ -9,6 +9,7 @@ import actor_critic
 import heads
 import pytest
 import torch
+from loading import loaded
 from safetensors.torch import load_file, save_file, save_model
 from snapshots import contents, state
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -62,15 +63,6 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     right = torch.tensor([row + [0] * (9 - len(row)) for row in rows])
     left = torch.tensor([[0] * (9 - len(row)) + row for row in rows])
     return [(ids, (ids != 0).long()) for ids in (right, left)]
-
-
-def loaded(auto: Any, path: Path) -> Any:
-    """A plain load, which must miss nothing and find nothing it does not know."""
-    model, loading = auto.from_pretrained(path, dtype="auto", output_loading_info=True)
-    assert not loading["missing_keys"]
-    assert not loading["unexpected_keys"]
-    assert not loading["mismatched_keys"]
-    return model.eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

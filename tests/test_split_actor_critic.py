@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import actor_critic
 import pytest
 import torch
+from loading import loaded
 from safetensors.torch import load_file, save_file
 from snapshots import contents, state
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -25,15 +25,6 @@ FAMILIES = {
     "mistral": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
-
-
-def loaded(auto: Any, path: Path) -> Any:
-    """A plain load, which must miss nothing and find nothing it does not know."""
-    model, loading = auto.from_pretrained(path, dtype="auto", output_loading_info=True)
-    assert not loading["missing_keys"]
-    assert not loading["unexpected_keys"]
-    assert not loading["mismatched_keys"]
-    return model.eval()
 
 
 def same_as(wrapper: actor_critic.Wrapper, output: Path) -> None:

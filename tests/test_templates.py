@@ -1,15 +1,13 @@
 """Chat templates: whichever renders a conversation, exactly what the assistant says is learnt."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import trl
-from conversations import BRACKETS, CHATML, byte_tokenizer, learnt, only, said
+from conversations import BRACKETS, CHATML, learnt, only, said
 
 from tools.checkpoint.errors import CheckpointError
-from tools.training.config import DataArguments
 from tools.training.data import load_preferences, load_sft
 from tools.training.templates import template_names, template_text, use_template
 
@@ -22,21 +20,6 @@ UNSTABLE = CHATML.replace(
 )
 FORCED = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")
 STRIPPED = FORCED.replace("m.content +", "m.content.split('</think>')[-1] +")
-
-
-@pytest.fixture
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(*rows, **options) -> DataArguments:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return DataArguments(train_file=file, **options)
-
-    return write
 
 
 def parts(rows, tokenizer, *, is_learnt: bool) -> str:
