@@ -58,16 +58,14 @@ def merge_adapter(
     opened = Checkpoint.open(adapter)
     read_adapter(opened)  # what is wrong with it is said before its base is looked for
     model = open_base(opened, base)
+    _require_finite("--weight", weight)
     others = [_other(text) for text in more or ()]
-    for option, number in (("--weight", weight), *(("--with", number) for _, number in others)):
-        if not math.isfinite(number):
-            raise CheckpointError(option, f"{number} is not a finite weight", "give a number such as 0.5")
     largest = size_in_bytes(max_shard_size) if max_shard_size else None
     with progress("merging") as show:
         watch = _Watch(opened.path, show)
 
         def plan(first: Checkpoint) -> Change:
-            adapters = [read_adapter(first, weight), *(read_adapter(Checkpoint.open(p), w) for p, w in others)]
+            adapters = [read_adapter(first, weight), *(read_adapter(other, number) for other, number in others)]
             change = merge_plan(adapters, model, largest, watch.blocks)
             return watch.expect(change)
 
@@ -82,33 +80,36 @@ def merge_adapter(
         )
 
 
-def _other(text: str) -> tuple[Path, float]:
+def _other(text: str) -> tuple[Checkpoint, float]:
     """`DIR=0.5` or `DIR`, the last with weight 1; a directory whose own name has a `=` needs the weight behind it."""
     path, separator, weight = text.rpartition("=")
     if not separator:
-        return Path(text), 1.0
+        return Checkpoint.open(text), 1.0
     try:
-        return Path(path), float(weight)
+        number = float(weight)
     except ValueError:
         problem = f"{weight} is not a weight"
         raise CheckpointError("--with", problem, "write the directory, then = and a number: lora=0.5") from None
+    _require_finite("--with", number)
+    return Checkpoint.open(path), number
+
+
+def _require_finite(option: str, weight: float) -> None:
+    if not math.isfinite(weight):
+        raise CheckpointError(option, f"{weight} is not a finite weight", "give a number such as 0.5")
 
 
 def _options(
-    adapter: Path, base: "Base", weight: float, others: list[tuple[Path, float]], max_shard_size: str | None
+    adapter: Path, base: "Base", weight: float, others: list[tuple[Checkpoint, float]], max_shard_size: str | None
 ) -> dict[str, Any]:
     """What the receipt records: the output is made again when any of it has changed."""
 
-    def recorded(path: Path) -> dict[str, Any]:
-        files = {
-            file.name: fingerprint(file)
-            for each in Checkpoint.open(path).weights
-            for file in (f.path for f in each.files)
-        }
-        return {"path": os.path.relpath(path, adapter), "files": files}
+    def recorded(read: Checkpoint) -> dict[str, Any]:
+        files = {file.name: fingerprint(file.path) for weights in read.weights for file in weights.files}
+        return {"path": os.path.relpath(read.path, adapter), "files": files}
 
-    options = {"base": recorded(base.path), "weight": weight, "max_shard_size": max_shard_size}
-    options["with"] = [{**recorded(path), "weight": number} for path, number in others]
+    options = {"base": recorded(base.checkpoint), "weight": weight, "max_shard_size": max_shard_size}
+    options["with"] = [{**recorded(other), "weight": number} for other, number in others]
     return {key: value for key, value in options.items() if value}
 
 
