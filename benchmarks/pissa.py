@@ -24,7 +24,7 @@ def convert(folder: Path) -> Benchmark:
         shutil.copytree(init, init_for_peft, dirs_exist_ok=True)
 
     return Benchmark(
-        "convert-pissa -o, model of 340 M",
+        "convert-pissa -o, model of 1.1 B",
         "PEFT: load base and adapter, save_pretrained",
         Command(
             [TOOLS, "convert-pissa", adapter, "--init", init, "-o", ours],

@@ -1,4 +1,4 @@
-"""Random bf16 Llama of 340 million parameters, and a PiSSA adapter before and after training: BASE INIT ADAPTER."""
+"""Random bf16 Llama of 1.1 billion parameters, and a PiSSA adapter before and after training: BASE INIT ADAPTER."""
 
 import sys
 
@@ -10,16 +10,16 @@ base, init, adapter = sys.argv[1:]
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=32000,
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    tie_word_embeddings=True,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=22,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
 )
 model = LlamaForCausalLM(config).to(torch.bfloat16)
 model.save_pretrained(base)
-lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear", init_lora_weights="pissa_niter_4")
+lora = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear", init_lora_weights="pissa_niter_4")
 wrapped = get_peft_model(LlamaForCausalLM.from_pretrained(base), lora)
 # PEFT subtracts again on loading unless the initial adapter says that its values are its own.
 lora.init_lora_weights = True
