@@ -16,7 +16,7 @@ help:
 	@echo "make torture    steps killed and failed at every system call, power cuts, fuzzing (some 20 minutes)"
 	@echo "make lint       format, ruff, mypy, generated parts of the README"
 	@echo "make schema     the JSON schema and the reference of the configuration, from its groups and the stages"
-	@echo "make bench      ratios against cp and PEFT, measured side by side"
+	@echo "make bench      ratios against cp, PEFT and TRL, measured side by side"
 
 install: $(INSTALLED)
 
@@ -60,8 +60,10 @@ schema: $(INSTALLED)
 	$(BIN)/python -m tools.training.schema
 	$(BIN)/cog -r docs/configuration.md
 
-bench: $(INSTALLED)
+bench: $(INSTALLED) $(MODEL)
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/callbacks.py
+	$(BIN)/python benchmarks/packing.py
 
 clean:
 	rm -rf .demo .prefect build dist

@@ -9,6 +9,7 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
 import actor_critic
+import first_step
 import merge
 import pissa
 import value_head
@@ -28,6 +29,7 @@ BENCHMARKS = (
     pissa.convert,
     merge.against_copy,
     merge.against_peft,
+    first_step.start,
 )
 
 
