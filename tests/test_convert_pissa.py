@@ -88,6 +88,13 @@ def test_pi_01_a_residual_base_is_never_written_down_as_the_original(tiny: Path,
     assert config_of(run.adapter)["base_model_name_or_path"] == str(tiny)
 
 
+def test_a_base_is_named_by_its_whole_path(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = adapters.train(tiny, tmp_path)
+    monkeypatch.chdir(tiny.parent)
+    convert_pissa(run.adapter, init=run.init, base=tiny.name)
+    assert config_of(run.adapter)["base_model_name_or_path"] == str(tiny)
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_pi_02_rank_and_alpha_double_and_the_report_says_why(init: str, tiny: Path, tmp_path: Path) -> None:
     run = adapters.train(tiny, tmp_path, init)

@@ -68,7 +68,7 @@ def test_a_change_of_this_rank_is_exact(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_with_full_rank_everything_is_there(kind: str, tie: bool, tmp_path: Path) -> None:
-    """Norms, embeddings, output matrix and biases among them; more than the full rank is the full rank."""
+    """Norms, embeddings, output matrix and biases among them."""
     options = {"attention_bias": True} if kind == "llama" else {}
     base = merging.model(tmp_path / "base", kind, tie_word_embeddings=tie, **options)
     tuned = tuned_from(base, everywhere)
@@ -107,6 +107,22 @@ def test_only_some_layers_are_named_in_full(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["target_modules"] == ["model.layers.1.self_attn.q_proj"]
     assert (said(base, tmp_path / "adapter") - merging.logits(tuned)).abs().max() < 1e-5
+
+
+def test_no_rank_is_greater_than_that_of_a_layer(tmp_path: Path) -> None:
+    base = merging.model(tmp_path / "base")
+    tuned = tuned_from(base, of_rank(4))
+    report = extract_adapter(tuned, base=str(base), rank=500, output=tmp_path / "adapter")
+    assert "14 linear layers as LoRA of rank 32" in report.summary
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["r"] == 32
+
+
+def test_the_base_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = tuned_from(merging.model(tmp_path / "base"), of_rank(2))
+    monkeypatch.chdir(tmp_path)
+    extract_adapter(tuned, base="base", rank=2, output=tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
 def test_the_second_time_is_nothing_to_do(tmp_path: Path) -> None:

@@ -113,6 +113,16 @@ def test_shards_of_a_given_size(base: Path, adapter: Path, tmp_path: Path) -> No
         merge_adapter(adapter, base=str(base), output=tmp_path / "other", max_shard_size="big")
 
 
+def test_the_report_says_what_was_replaced_and_which_base_was_meant(base: Path, tmp_path: Path) -> None:
+    merging.adapter(base, tmp_path / "adapter", trainable_token_indices=[1, 5])
+    shutil.copytree(base, tmp_path / "another")
+    report = merge_adapter(tmp_path / "adapter", base=str(base), output=tmp_path / "merged")
+    assert report.summary.startswith(f"{base} with 4 of 4 modules merged in; 2 token rows replaced")
+    assert "note" not in report.details
+    report = merge_adapter(tmp_path / "adapter", base=str(tmp_path / "another"), output=tmp_path / "other")
+    assert report.details["note"] == f"the adapter names {base} as its base"
+
+
 def test_several_adapters_are_added_with_their_weights(base: Path, adapter: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     merging.adapter(base, tmp_path / "more", r=2, target_modules=["v_proj", "o_proj"], use_rslora=True)

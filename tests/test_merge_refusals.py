@@ -115,6 +115,14 @@ def test_numbers_that_are_none_are_refused(base: Path, adapter: Path, tmp_path: 
     assert not (tmp_path / "merged").exists()
 
 
+def test_a_bias_of_lora_needs_one_in_the_base(base: Path, tmp_path: Path) -> None:
+    merging.adapter(base, tmp_path / "biased", lora_bias=True)
+    expected = r"has biases of its own \(lora_bias\), and .* has no model.layers.0.self_attn.q_proj.bias"
+    with pytest.raises(CheckpointError, match=expected):
+        merge_adapter(tmp_path / "biased", base=str(base), output=tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize("option", [{"weight": float("nan")}, {"more": ["adapter=inf"]}], ids=["--weight", "--with"])
 def test_a_weight_that_is_no_number_is_refused(
     option: dict[str, Any], base: Path, adapter: Path, tmp_path: Path

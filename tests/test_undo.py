@@ -86,13 +86,13 @@ def test_several_steps_are_taken_back_in_turn(tiny: Path, tmp_path: Path) -> Non
     assert contents(path) == split
     undo(path)
     assert contents(path) == old
-    with pytest.raises(CheckpointError, match="0 steps to undo, not 1"):
+    with pytest.raises(CheckpointError, match="no step to undo"):
         undo(path)
     fix_valuehead(path)
     bundle_processor(path, source=PROCESSOR)
     undo(path, steps=2)
     assert contents(path) == old
-    with pytest.raises(CheckpointError, match="0 steps to undo, not 2"):
+    with pytest.raises(CheckpointError, match="no step to undo"):
         undo(path, steps=2)
 
 

@@ -1,5 +1,6 @@
 """Where a model that is named as on the Hugging Face hub lies on this machine."""
 
+import os.path
 from pathlib import Path
 
 
@@ -20,3 +21,9 @@ def local_copy(name_or_path: str | Path) -> Path | None:
         return Path(snapshot_download(str(name_or_path), local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+def lasting_name(name_or_path: str | Path) -> str:
+    """What to call a model in a file that is read elsewhere: a directory by its whole path, any other name as it is."""
+    path = Path(name_or_path).expanduser()
+    return os.path.abspath(path) if path.is_dir() else str(name_or_path)  # noqa: PTH100 - no link is followed

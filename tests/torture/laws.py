@@ -105,7 +105,7 @@ class Subject:
         key = fingerprint(image)
         if key not in self._completed:
             ended = self.runner.run(self.arguments)
-            refused = self.case.undoes and verdict == "new" and ended.code == 1 and "0 steps to undo" in ended.errors
+            refused = self.case.undoes and verdict == "new" and ended.code == 1 and "no step to undo" in ended.errors
             if ended.code != 0 and not refused:
                 raise Lost(f"cannot be completed: {ended.code}: {ended.errors}")
             self.judge(read_image(self.root), finished=True)

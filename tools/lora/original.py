@@ -8,7 +8,7 @@ from typing import Any
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.opening import open_file
-from tools.hub import local_copy
+from tools.hub import lasting_name, local_copy
 from tools.lora.adapters import LoraModule
 
 
@@ -18,7 +18,7 @@ def original_base(trained: Checkpoint, initial: Path | None, named: str | None) 
     Raises CheckpointError when nothing names it.
     """
     if named:
-        return named
+        return lasting_name(named)
     config = trained.adapter_config or {}
     then_config = (Checkpoint.open(initial).adapter_config or {}) if initial else {}
     found = config.get("base_model_name_or_path") or then_config.get("base_model_name_or_path")

@@ -24,9 +24,15 @@ _TASKS = {
 Errors = dict[str, tuple[float, float]]
 
 
-def extract_plan(tuned: Base, base: Base, rank: int, errors: Errors, show: Callable[[int, int], None]) -> Change:
-    """The change that makes the directory of a full fine-tune an adapter; `errors` are filled in as it is written."""
+def extract_plan(
+    tuned: Base, base: Base, base_name: str, rank: int, errors: Errors, show: Callable[[int, int], None]
+) -> Change:
+    """The change that makes the directory of a full fine-tune an adapter; `errors` are filled in as it is written.
+
+    `base_name` is what the adapter calls its base. No rank is greater than the greatest a layer can have.
+    """
     found = difference(tuned, base)
+    rank = min(rank, max((min(now.shape) for now, _ in found.linear.values()), default=rank))
     total = sum(source.nbytes for source, _ in found.linear.values())
     done = 0
 
@@ -49,12 +55,12 @@ def extract_plan(tuned: Base, base: Base, rank: int, errors: Errors, show: Calla
     files = {
         **dict.fromkeys(_left_behind(tuned.checkpoint)),
         "adapter_model.safetensors": TensorFile(tensors),
-        "adapter_config.json": json_file(_config(found, tuned, base, rank)),
+        "adapter_config.json": json_file(_config(found, tuned, base, base_name, rank)),
     }
     parts = [f"{len(found.linear)} linear layers as LoRA of rank {rank}"]
     parts += [f"{len(found.modules)} modules whole"] if found.modules else []
     parts += [f"{len(found.biases)} biases"] if found.biases else []
-    details = {"base": str(base.path), **({"saved whole": found.modules} if found.modules else {})}
+    details = {"base": base_name, **({"saved whole": found.modules} if found.modules else {})}
     return Change("; ".join(parts), files, details, frozenset(tuned.tensors.keys() - changed))
 
 
@@ -99,7 +105,7 @@ class _Pair:
         self.show(self.now.nbytes)
 
 
-def _config(found: Difference, tuned: Base, base: Base, rank: int) -> dict[str, Any]:
+def _config(found: Difference, tuned: Base, base: Base, base_name: str, rank: int) -> dict[str, Any]:
     """The LoraConfig (PEFT 0.21) of the factors; with alpha = r they are added as they are."""
     modules = [name.removesuffix(".weight") for name in found.linear]
     kind = next(
@@ -108,7 +114,7 @@ def _config(found: Difference, tuned: Base, base: Base, rank: int) -> dict[str, 
     return {
         "peft_type": "LORA",
         "task_type": kind,
-        "base_model_name_or_path": str(base.path),
+        "base_model_name_or_path": base_name,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": rank,

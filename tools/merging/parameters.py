@@ -89,7 +89,8 @@ def _of_one(adapter: Adapter, base: Base) -> Parameters:
         for module in adapter.modules
         if module.bias is not None
     }
-    _require_there(adapter, base, weights, (*saved, *tokens, *vectors))
+    _require_biases(adapter, base, weights, vectors)
+    _require_there(adapter, base, weights, (*saved, *tokens))
     low_rank = changes_of(adapter, base, weights, rename)
     for name in {*low_rank, *vectors, *tokens}:
         require_floats(weights[name])
@@ -143,6 +144,12 @@ def _grown(adapter: Adapter, base: Base, weights: Mapping[str, Stored], rename: 
             problem = f"{copy.name} is a copy of the base's {held.name}, and the base has other values there"
             raise CheckpointError(adapter.checkpoint.path, problem, "merge it into the base that it was trained on")
     return grown
+
+
+def _require_biases(adapter: Adapter, base: Base, weights: Mapping[str, Stored], names: Iterable[str]) -> None:
+    if name := next((name for name in names if name not in weights), None):
+        problem = f"has biases of its own (lora_bias), and {base.path} has no {name} that one could be added to"
+        raise CheckpointError(adapter.checkpoint.path, problem, "use it as an adapter; it cannot be merged")
 
 
 def _require_there(adapter: Adapter, base: Base, weights: Mapping[str, Stored], names: Iterable[str]) -> None:

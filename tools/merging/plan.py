@@ -113,9 +113,11 @@ def _not_used(adapter: Adapter, tensors: Mapping[str, Source]) -> frozenset[str]
 
 def _summary(adapters: Sequence[Adapter], base: Base, parameters: Parameters) -> str:
     count = sum(len(adapter.modules) for adapter in adapters)
-    parts = [f"merged {count} of {count} modules into {base.path}"]
+    parts = [f"{base.path} with {count} of {count} modules merged in"]
     if parameters.saved:
         parts.append(f"{len(parameters.saved)} tensors replaced")
+    if parameters.tokens:
+        parts.append(f"{sum(len(indices) for indices, _ in parameters.tokens.values())} token rows replaced")
     if parameters.heads:
         parts.append(f"head {', '.join(sorted(parameters.heads))} carried along")
     if (kept := adapters[0].checkpoint.head) or adapters[0].head:
@@ -135,7 +137,7 @@ def _details(
         details["tie_word_embeddings"] = "false: embedding and output matrix were trained apart"
     own = adapters[0].checkpoint.processor_files
     details["tokenizer and processor"] = "from the adapter" if own else "from the base"
-    if note := _trained_on_quantised(adapters[0], base):
+    if note := _trained_on_quantised(adapters[0], base) or _trained_on_another(adapters[0], base):
         details["note"] = note
     if left:
         details["left in the base"] = left
@@ -149,3 +151,12 @@ def _trained_on_quantised(adapter: Adapter, base: Base) -> str | None:
     if method is None and not re.search(r"4bit|8bit|bnb|gptq|awq", Path(named).name, re.IGNORECASE):
         return None
     return f"trained on {named}{f' ({method})' if method else ''}; on {base.path} it can be a little off"
+
+
+def _trained_on_another(adapter: Adapter, base: Base) -> str | None:
+    """A note when the adapter names a base of another name; where a model lies says nothing of which it is."""
+    named = (adapter.checkpoint.adapter_config or {}).get("base_model_name_or_path") or ""
+    there = local_copy(named) if named else None
+    if not named or Path(named).name == base.path.resolve().name or (there and there.resolve() == base.path.resolve()):
+        return None
+    return f"the adapter names {named} as its base"

@@ -51,7 +51,8 @@ def convert_pissa(
     W + s (B A - B0 A0), which is LoRA with A' = [A; A0] and B' = [B, -B0]. Exact: only adapter files are read, tensors
     are concatenated as bytes. Magnitudes (DoRA), biases and modules_to_save are carried as they are.
 
-    A plain LoRA adapter is left alone, unless --max-rank or --fold-scaling ask for a change of it.
+    In place, and taken back by `tools undo`, unless there is an --output. A plain LoRA adapter is left alone, unless
+    --max-rank or --fold-scaling ask for a change of it.
 
     Example: tools convert-pissa runs/sft/checkpoint-500 --init runs/sft/pissa_init -o runs/sft/lora
     """

@@ -13,6 +13,7 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
+from tools.hub import lasting_name
 from tools.postprocess.options import DryRun, NewDir, Overwrite
 from tools.postprocess.progress import progress
 
@@ -25,7 +26,7 @@ def extract_adapter(
     *,
     base: Annotated[str, typer.Option(help="The model that it was trained from.", show_default=False)],
     output: NewDir,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 64,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter, at most that of its layers.")] = 64,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
 ) -> Report:
@@ -48,7 +49,7 @@ def extract_adapter(
     with progress("extracting") as show:
 
         def plan(source: Checkpoint) -> Change:
-            return extract_plan(as_base(source), model, rank, errors, show)
+            return extract_plan(as_base(source), model, lasting_name(base), rank, errors, show)
 
         report = rewrite(
             "extract-adapter",

@@ -8,7 +8,7 @@ import typer
 CheckpointDir = Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)]
 OutputDir = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Write the result here and leave CHECKPOINT as it is.", show_default=False),
+    typer.Option("--output", "-o", help="Write the result here and leave what is there as it is.", show_default=False),
 ]
 NewDir = Annotated[Path, typer.Option("--output", "-o", help="The directory to make.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an --output that exists.")]

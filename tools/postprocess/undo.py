@@ -27,7 +27,8 @@ def undo(
     started = time.perf_counter()
     path = Checkpoint.open(checkpoint, accept_run=True).path
     if steps > (count := len(standing(path))):
-        raise CheckpointError(path, f"{count} steps to undo, not {steps}", "see `tools history`")
+        problem = f"{count} steps to undo, not {steps}" if count else "no step to undo"
+        raise CheckpointError(path, problem, "see `tools history`")
     undone = [undo_last(Path(path)) for _ in range(steps)]
     files = sorted({name for receipt in undone for name in receipt["files"]})
     return Report(

@@ -16,11 +16,15 @@ from tools.heads.wrappers import bare_names
 from tools.lora.adapters import changes_base
 from tools.postprocess.options import CheckpointDir
 
+_BLOCK_BYTES = 1 << 20
+
 
 def verify(
     checkpoint: CheckpointDir,
     *,
-    deep: Annotated[bool, typer.Option("--deep", help="Print the SHA-256 of every file.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every byte: refuse NaN and infinity, print the SHA-256 of every file.")
+    ] = False,
     against: Annotated[Path | None, typer.Option(help="Compare every tensor, byte by byte, with this one.")] = None,
     logits: Annotated[
         Path | None, typer.Option(help="Compare logits with this checkpoint, or with those that training recorded.")
@@ -51,6 +55,8 @@ def verify(
     details: dict[str, Any] = {"tensors": sum(len(weights.tensors) for weights in opened.weights)}
     summary = "whole"
     if deep:
+        if findings := _non_finite(opened):
+            raise all_of(findings)
         details["sha256"] = {file.name: _sha256(file) for file in sorted(opened.path.iterdir()) if file.is_file()}
     if against is not None:
         _compare_tensors(opened, Checkpoint.open(against))
@@ -91,6 +97,22 @@ def _against_receipts(opened: Checkpoint) -> list[CheckpointError]:
             problem = f"{what} since {receipt['step']} wrote it on {receipt['time']}"
             findings.append(CheckpointError(opened.path / name, problem if known else "is here, but was removed"))
     return findings
+
+
+def _non_finite(opened: Checkpoint) -> list[CheckpointError]:
+    """Tensors with a value that is no finite number; those of 8 bits and fewer are not looked at."""
+    import numpy as np
+
+    from tools.lora.floats import EPSILON, widened
+    from tools.merging.stored_rows import raw_blocks
+
+    return [
+        CheckpointError(source.file.path, f"{name} holds NaN or infinity", "the training had diverged")
+        for weights in opened.weights
+        for name, source in stored(weights).items()
+        if source.dtype in EPSILON
+        and not all(np.isfinite(widened(raw, source.dtype)).all() for raw in raw_blocks(source, _BLOCK_BYTES))
+    ]
 
 
 def _sha256(file: Path) -> str:
@@ -150,11 +172,14 @@ def _compare_logits(
     if found[0].shape != expected[0].shape:
         problem = f"{found[0].shape[-1]} logits a position, {reference} has {expected[0].shape[-1]}"
         raise CheckpointError(checkpoint, problem, "the vocabularies differ")
+    for path, rows_of in ((checkpoint, found), (reference, expected)):
+        if not all(bool(row.isfinite().all()) for row in rows_of):
+            raise CheckpointError(path, "gives logits that are NaN or infinite", "see its tensors: tools verify --deep")
     pairs = list(zip(found, expected, strict=True))
     largest = max(float((one - other).abs().max()) for one, other in pairs)
     equal = sum(int((one.argmax(-1) == other.argmax(-1)).sum()) for one, other in pairs)
     positions = sum(len(one) for one in found)
-    if not largest <= limit:  # also refuses NaN
+    if largest > limit:
         problem = f"logits differ from {reference} by up to {largest:.3g}, more than {limit:g}"
         agreement = f"the most likely token agrees at {equal} of {positions} positions"
         raise CheckpointError(checkpoint, problem, agreement)
