@@ -7,11 +7,11 @@ MODEL = .demo/model
 # Two threads for the real model; tests of tiny ones are faster with one.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help install model demo test test-fast torture lint format schema bench clean
+.PHONY: help install model demo test test-all test-fast torture lint format schema bench clean
 
 help:
 	@echo "make demo       train, repair, package and prove a real model on this machine (some 5 minutes)"
-	@echo "make test       every test: units, laws, a real model, a flow on a real server"
+	@echo "make test       or test-all, every test: units, laws, a real model, a flow on a real server"
 	@echo "make test-fast  without the real model and the server (under 2 minutes)"
 	@echo "make torture    steps killed and failed at every system call, power cuts, fuzzing (some 20 minutes)"
 	@echo "make lint       format, ruff, mypy, generated parts of the README"
@@ -34,7 +34,7 @@ $(MODEL): | $(INSTALLED)
 demo: $(INSTALLED) $(MODEL)
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED) $(MODEL)
+test test-all: $(INSTALLED) $(MODEL)
 	@command -v strace >/dev/null || echo "strace is not installed: steps are not killed at every system call here"
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(shell command -v strace >/dev/null || echo '-m "not strace"')
 
