@@ -30,9 +30,8 @@ class Rows(Dataset):
 
 def wrapped(base: Path, init: Any = "pissa_niter_4", name: str = "default", **options: Any) -> Any:
     torch.manual_seed(1)
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=init, **options
-    )
+    options = {"target_modules": ["q_proj", "v_proj"]} | options
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=init, **options)
     return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config, adapter_name=name)
 
 
@@ -97,6 +96,12 @@ def test_a_resumed_run_keeps_the_first_initial_adapter_and_converts_what_it_has_
     assert not list(tmp_path.glob(".pissa*"))
     with unchanged(tmp_path / "pissa_converted"):
         convert_pissa(tmp_path / "pissa_backup", init=tmp_path / "pissa_init", output=tmp_path / "pissa_converted")
+
+
+def test_an_adapter_that_could_never_be_converted_is_refused_at_the_start(base: Path, tmp_path: Path) -> None:
+    model = wrapped(base, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(CheckpointError, match="on lm_head, which is tied to the embedding, can never be converted"):
+        run(model, tmp_path / "run", PissaConvertCallback())
 
 
 def test_another_run_in_the_same_folder_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from snapshots import contents, state
+from transformers import AutoModelForCausalLM
 
 from tools.checkpoint.errors import CheckpointError
 from tools.postprocess.convert_pissa import convert_pissa
@@ -51,6 +52,22 @@ def test_lora_gives_the_trained_minus_the_initial_product(name: str, tiny: Path,
     run = adapters.train(tiny, tmp_path, **OPTIONS[name])
     convert_pissa(run.adapter, init=run.init)
     assert torch.allclose(adapters.logits_on(tiny, run.adapter), run.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("rank", [4, 16])
+def test_a_base_in_16_bits_has_initial_factors_of_16_bits(
+    dtype: torch.dtype, init: str, rank: int, tiny: Path, tmp_path: Path
+) -> None:
+    """PEFT rounds them to the dtype of the base and stores them as float32."""
+
+    def narrow(path: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+    run = adapters.train(tiny, tmp_path, init, model=narrow, r=rank)
+    assert {tensor.dtype for tensor in load_file(run.init / "adapter_model.safetensors").values()} == {torch.float32}
+    assert convert_pissa(run.adapter, init=run.init).changed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -258,11 +275,16 @@ def test_what_cannot_be_right_is_refused_by_name(why: str, tiny: Path, tmp_path:
     assert state(adapter) == before
 
 
-def test_a_tied_lm_head_target_is_refused(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "said", [{"tie_word_embeddings": True}, {}, {"text_config": {"tie_word_embeddings": True}}], ids=str
+)
+def test_a_tied_lm_head_target_is_refused(said: dict[str, Any], tiny: Path, tmp_path: Path) -> None:
+    """Also where the file leaves it to the default of transformers, which is to tie."""
     run = adapters.train(tiny, tmp_path, target_modules=["q_proj", "lm_head"])
     base = Path(shutil.copytree(tiny, tmp_path / "tied"))
-    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (base / "config.json").write_text(json.dumps(config))
+    config = json.loads((base / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (base / "config.json").write_text(json.dumps(config | said))
     set_config(run.adapter, base_model_name_or_path=str(base))
     with pytest.raises(CheckpointError, match="targets lm_head, which is tied to the embedding"):
         convert_pissa(run.adapter, init=run.init)

@@ -45,7 +45,22 @@ def _of_another_base(run: adapters.Trained) -> dict[str, Any]:
     model.save_pretrained(run.base.parent / "other_base")
     kind = adapters.config_of(run.adapter)["init_lora_weights"]
     other = adapters.train(run.base.parent / "other_base", run.adapter.parent / "other", kind)
-    return {"init": other.init, "base": str(run.base)}
+    return {"init": other.init}
+
+
+def _in_the_folder_of_runs(run: adapters.Trained) -> dict[str, Any]:
+    """What is found above is another run's."""
+    other = _of_another_base(run)["init"]
+    shutil.rmtree(run.init)
+    shutil.move(run.adapter, run.adapter.parent / "mine" / "trained")
+    run.adapter.symlink_to("mine/trained")
+    shutil.move(other, run.init)
+    return {"init": None}
+
+
+def _without_numbers(run: adapters.Trained) -> dict[str, Any]:
+    save_file({name: t * float("nan") for name, t in load_file(run.init / FILE).items()}, run.init / FILE)
+    return {}
 
 
 def _untrained(run: adapters.Trained) -> dict[str, Any]:
@@ -62,6 +77,8 @@ def _is_checkpoint(run: adapters.Trained) -> dict[str, Any]:
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "trained a little": (_trained_a_little, r"pissa_init: .*q_proj is not how {kind} begins \(off by .*%\)"),
     "another base": (_of_another_base, r"other/pissa_init: .* is no part of the base weights \(off by"),
+    "found above": (_in_the_folder_of_runs, r"pissa_init: .* is no part of the base weights \(off by"),
+    "NaN": (_without_numbers, r"pissa_init: .*q_proj is not how {kind} begins \(off by nan%\)"),
     "the trained one": (_untrained, r"pissa_init: is the same as .*trained: either nothing was trained, or a resume"),
     "a checkpoint": (_is_checkpoint, r"pissa_init: holds what .*checkpoint-2 holds, so a resume wrote over it"),
     "a checkpoint too": (_resumed, r"pissa_init: holds what .*checkpoint-2 holds, so a resume wrote over it"),

@@ -20,6 +20,11 @@ from tools.postprocess.inspect import inspect
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "init_lora_weights": True}
 
 
+def test_another_method_than_lora_is_named() -> None:
+    assert list(serving_limits({"peft_type": "IA3"})) == ["peft_type IA3"]
+    assert list(serving_limits({**LORA, "layer_replication": [[0, 2]]})) == ["layer_replication"]
+
+
 @pytest.mark.parametrize(
     ("rank", "option"), [(8, None), (16, None), (17, "--max-lora-rank 32"), (300, "--max-lora-rank 320"), (600, "none")]
 )

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from snapshots import contents
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from tools.checkpoint.errors import CheckpointError
@@ -107,6 +108,35 @@ def test_experts_lose_rank_one_by_one(tmp_path: Path) -> None:
     assert 0 < float(report.details["relative error"]["overall"]) < 0.5
     difference = adapters.logits_on(run.base, tmp_path / "less") - run.logits
     assert 0 < difference.abs().max() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (
+            lambda t: (t * 60000).half(),
+            {"fold_scaling": True},
+            r"lora_B.weight would hold \S+ in F16; had the training",
+        ),
+        (
+            lambda t: t * float("nan"),
+            {"max_rank": 2},
+            r"lora_A.weight holds NaN or infinity; the training had diverged",
+        ),
+    ],
+    ids=["too large", "NaN"],
+)
+def test_what_no_number_can_hold_is_refused(
+    change: Any, options: dict[str, Any], message: str, tiny: Path, tmp_path: Path
+) -> None:
+    run = adapters.train(tiny, tmp_path, "pissa", lora_alpha=256)
+    adapters.set_config(run.adapter, init_lora_weights=True)
+    file = run.adapter / "adapter_model.safetensors"
+    save_file({name: change(tensor) for name, tensor in load_file(file).items()}, file)
+    before = contents(run.adapter)
+    with pytest.raises(CheckpointError, match=message):
+        convert_pissa(run.adapter, **options)
+    assert contents(run.adapter) == before
 
 
 def test_plain_lora_is_folded_too(tiny: Path, tmp_path: Path) -> None:

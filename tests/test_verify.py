@@ -57,7 +57,7 @@ def test_against_compares_every_byte(split: Path, tiny: Path, tmp_path: Path) ->
     spoiled(other)
     with pytest.raises(CheckpointError, match=r"model.norm.weight has other values than in"):
         verify(split, against=other)
-    with pytest.raises(CheckpointError, match=r"has no v_head.summary.bias, which"):
+    with pytest.raises(CheckpointError, match=r"has no v_head.summary.bias in its head file, which"):
         verify(split, against=tiny)
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_our_training_stands_for_the_model_it_recorded(split: Pa
 
 def test_options_that_compare_need_something_to_compare_with(split: Path, tiny: Path) -> None:
     with pytest.raises(CheckpointError, match="say how to compare; add --logits"):
-        verify(split, base=tiny)
+        verify(split, reference_base=tiny)
 
 
 def test_another_vocabulary(split: Path, tmp_path: Path) -> None:
@@ -137,6 +137,40 @@ def test_what_is_no_number_never_passes(number: float, split: Path, tiny: Path, 
     assert verify(other).summary == "whole"
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight holds NaN or infinity; the training had diverged"):
         verify(other, deep=True)
+
+
+def test_options_that_would_not_be_read_are_refused(split: Path, tiny: Path, tmp_path: Path) -> None:
+    logits.save(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "trained_logits.safetensors")
+    for option in ("prompts", "reference_base"):
+        with pytest.raises(CheckpointError, match="recorded, of rows and of a base of their own; leave"):
+            verify(split, logits=tmp_path / "trained_logits.safetensors", **{option: tmp_path / "nowhere"})
+    with pytest.raises(CheckpointError, match="is no adapter to put on --base"):
+        verify(split, logits=tiny, base=tiny)
+    with pytest.raises(CheckpointError, match=r"logits differ from .* more than nan"):
+        verify(split, logits=spoiled(Path(shutil.copytree(tiny, tmp_path / "other"))), tolerance=float("nan"))
+
+
+def test_a_name_in_two_files_hides_no_difference(split: Path, tmp_path: Path) -> None:
+    """A head file may repeat a name of the model."""
+    for folder, number in (("one", 1.0), ("two", 2.0)):
+        shutil.copytree(split, tmp_path / folder)
+        tensors = load_file(split / "model.safetensors") | {"v_head.summary.bias": torch.full((1,), number)}
+        save_file(tensors, tmp_path / folder / "model.safetensors", {"format": "pt"})
+        shutil.rmtree(tmp_path / folder / ".burnish")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: v_head.summary.bias has other values than in"):
+        verify(tmp_path / "one", against=tmp_path / "two")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_16_bits_may_differ_by_roundings_and_no_more(dtype: torch.dtype, tiny: Path, tmp_path: Path) -> None:
+    """Weights in float32 whose numbers have 16 bits give other roundings than those that are computed in 16 bits."""
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=dtype)
+    model.save_pretrained(tmp_path / "narrow")
+    model.float().save_pretrained(tmp_path / "wide")
+    compared = verify(tmp_path / "wide", logits=tmp_path / "narrow").details["logits"]
+    assert 0 < compared["largest difference"] <= compared["tolerance"] < 0.1
+    with pytest.raises(CheckpointError, match="logits differ"):
+        verify(spoiled(tmp_path / "wide"), logits=tmp_path / "narrow")
 
 
 def test_prompts_need_a_tokenizer(split: Path, tiny: Path, tmp_path: Path) -> None:

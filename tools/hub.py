@@ -9,9 +9,12 @@ def local_copy(name_or_path: str | Path) -> Path | None:
 
     The network is never asked: what a training loaded is in the cache.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
+    try:
+        path = Path(name_or_path).expanduser()
+        if path.is_dir():
+            return path
+    except (RuntimeError, OSError):  # the home of nobody, or a name longer than any file's
+        return None
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -25,5 +28,6 @@ def local_copy(name_or_path: str | Path) -> Path | None:
 
 def lasting_name(name_or_path: str | Path) -> str:
     """What to call a model in a file that is read elsewhere: a directory by its whole path, any other name as it is."""
-    path = Path(name_or_path).expanduser()
-    return os.path.abspath(path) if path.is_dir() else str(name_or_path)  # noqa: PTH100 - no link is followed
+    path = local_copy(name_or_path)
+    is_named = path is not None and path == Path(name_or_path).expanduser()
+    return os.path.abspath(path) if path is not None and is_named else str(name_or_path)  # noqa: PTH100 - follows no link

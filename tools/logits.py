@@ -24,7 +24,7 @@ def fixed_rows(vocab_size: int) -> list[list[int]]:
 
 
 def logits(model: "torch.nn.Module", rows: Sequence[Sequence[int]]) -> "list[torch.Tensor]":
-    """For each row of token ids the logits at every position: float32 [length, vocabulary], on the CPU.
+    """For each row of token ids the logits at every position: [length, vocabulary] in the model's dtype, on the CPU.
 
     The model is put in eval mode for it and back into the mode it was in. Each row is run alone, so none is padded.
     """
@@ -35,7 +35,7 @@ def logits(model: "torch.nn.Module", rows: Sequence[Sequence[int]]) -> "list[tor
     model.eval()
     try:
         with torch.no_grad():
-            return [model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu() for row in rows]
+            return [model(input_ids=torch.tensor([row], device=device)).logits[0].cpu() for row in rows]
     finally:
         model.train(was_training)
 
@@ -97,13 +97,13 @@ def loaded(auto: Any, path: Path, what: str, *, dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def loading_as(what: str, path: Path) -> Iterator[None]:
-    """Quiet; raises CheckpointError where transformers fails, whatever its parts say of a config.json nobody wrote."""
+    """Quiet; raises CheckpointError where transformers or PEFT fails, whatever they say of a file nobody wrote."""
     try:
         with quiet():
             yield
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(path, f"transformers does not load it as {what} ({reason})") from error
+        raise CheckpointError(path, f"does not load as {what} ({reason})") from error
 
 
 def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
@@ -114,7 +114,8 @@ def _load_adapter(checkpoint: Checkpoint, base: Path | None) -> Any:
     if path is None:
         raise CheckpointError(checkpoint.path, f"its base, {named}, is not on this machine", "name it with --base")
     model = load_model(path)
-    config = PeftConfig.from_pretrained(checkpoint.path)
+    with loading_as("an adapter", checkpoint.path):
+        config = PeftConfig.from_pretrained(checkpoint.path)
     config.init_lora_weights = True
     return with_adapter(model, checkpoint, config)
 
@@ -126,7 +127,7 @@ def with_adapter(model: Any, checkpoint: Checkpoint, config: Any, beside: Set[st
     """
     from peft import PeftModel, get_peft_model_state_dict
 
-    with quiet():
+    with loading_as(f"an adapter on {model.name_or_path}", checkpoint.path):
         model = PeftModel.from_pretrained(model, checkpoint.path, config=config)
     assert checkpoint.adapter is not None
     expected, found = set(get_peft_model_state_dict(model)), checkpoint.adapter.tensors.keys() - beside

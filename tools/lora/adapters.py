@@ -88,9 +88,9 @@ def lora_modules(config: Mapping[str, Any], weights: Weights) -> dict[str, LoraM
     settings = path.with_name("adapter_config.json")
     if config.get("peft_type") != "LORA":
         raise CheckpointError(settings, f"peft_type is {config.get('peft_type')}; only LoRA is known here")
-    if odd := next((field for field in config if field not in _PLAIN_FIELDS and config[field]), None):
-        raise CheckpointError(settings, f"{odd} is set; what adapters with it compute is not known here")
-    _refuse_odd_values(settings, config)
+    if odd := unknown_fields(config):
+        raise CheckpointError(settings, f"{odd[0]} is set; what adapters with it compute is not known here")
+    refuse_odd_values(settings, config)
     parts: dict[str, dict[str, Stored]] = {}
     for name, source in stored(weights).items():
         module, mark, part = name.rpartition(".lora_")
@@ -186,7 +186,13 @@ def _pattern(config: Mapping[str, Any], field: str, name: str) -> Any:
         raise CheckpointError("adapter_config.json", f"{field}_pattern cannot be read ({error})") from error
 
 
-def _refuse_odd_values(path: Any, config: Mapping[str, Any]) -> None:
+def unknown_fields(config: Mapping[str, Any]) -> list[str]:
+    """Fields of an adapter_config.json that are set and change what the adapter computes in a way not known here."""
+    return [field for field in config if field not in _PLAIN_FIELDS and config[field]]
+
+
+def refuse_odd_values(path: Any, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a field of an adapter_config.json that is not of the type that PEFT gives it."""
     for field, kinds in (("r", int), ("lora_alpha", (int, float))):
         if isinstance(config.get(field), bool) or not isinstance(config.get(field), kinds):
             raise CheckpointError(path, f"{field} is {config.get(field)!r}, not a number")

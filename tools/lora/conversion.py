@@ -101,7 +101,7 @@ def _converted(trained: Checkpoint, modules: Modules, origin: Origin, shape: Sha
     }
     summary = f"rank {config['r']} -> {new['r']}: plain LoRA for {origin.base}"
     files = _files(trained, products, restored, dropped, new)
-    return Change(summary, files, details, dropped, recorded=origin.details)
+    return Change(summary, files, details, dropped, recorded=origin.recovered)
 
 
 def _reshaped(trained: Checkpoint, modules: Modules, why: str, shape: Shape) -> Change:

@@ -14,8 +14,25 @@ if TYPE_CHECKING:
 SIGN_BIT = {"F64": 1 << 63, "F32": 1 << 31, "F16": 1 << 15, "BF16": 1 << 15}
 _BITS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}
 _NUMBERS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+# The greatest number there is.
+_GREATEST = {"F64": 1.7976931348623157e308, "F32": 3.4028234663852886e38, "F16": 65504.0, "BF16": 3.3895313892515355e38}
 # The relative error of one rounding.
 EPSILON = {"F64": 2.0**-53, "F32": 2.0**-24, "F16": 2.0**-11, "BF16": 2.0**-8}
+
+
+def precision(source: Source) -> float:
+    """The relative error of the coarsest rounding that the numbers show: bf16 factors are often stored as float32."""
+    import numpy as np
+
+    if source.dtype == "F32":
+        raw = source.read()
+        if not (np.frombuffer(raw, "<u4") & 0xFFFF).any():
+            return EPSILON["BF16"]
+        values = widened(raw, "F32")
+        with np.errstate(over="ignore"):
+            if np.array_equal(values.astype("<f2").astype(np.float32), values):
+                return EPSILON["F16"]
+    return EPSILON[source.dtype]
 
 
 def require_floats(source: Stored) -> None:
@@ -56,7 +73,10 @@ def widened(raw: bytes, dtype: str) -> "NDArray[Any]":
 
 
 def rounded(values: "NDArray[Any]", dtype: str) -> bytes:
-    """Numbers as bytes of `dtype`, each rounded once to the nearest, ties to even; `values` are used up."""
+    """Numbers as bytes of `dtype`, each rounded once to the nearest, ties to even; `values` are used up.
+
+    Not for NaN, of which some would carry over into the sign.
+    """
     import numpy as np
 
     if dtype != "BF16":
@@ -68,6 +88,19 @@ def rounded(values: "NDArray[Any]", dtype: str) -> bytes:
     wide += odd
     wide >>= 16
     return wide.astype("<u2").tobytes()
+
+
+def fitting(values: "NDArray[Any]", dtype: str, source: Stored) -> bytes:
+    """What `rounded` makes of them. Raises CheckpointError, with the name of the tensor that they come from, when one
+    is no finite number of this dtype."""
+    import numpy as np
+
+    greatest = float(np.abs(values).max(initial=0))
+    if not greatest <= _GREATEST[dtype]:
+        what = "NaN or infinity" if not np.isfinite(greatest) else f"{greatest:.3g}"
+        problem = f"{source.name} would hold {what} in {dtype}"
+        raise CheckpointError(source.file.path, problem, "had the training diverged, or is the scale too large?")
+    return rounded(values, dtype)
 
 
 def computed(values: "NDArray[Any]", dtype: str, sources: tuple[Stored, ...]) -> Computed:

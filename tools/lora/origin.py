@@ -1,7 +1,7 @@
 """Where the factors come from that an initialisation took out of the base: an initial adapter, or base weights."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from tools.lora.adapters import LoraModule, changes_base
 from tools.lora.initial import find_initial, open_initial, pairs_of, refuse_other_run, refuse_overwritten
 from tools.lora.original import base_config, open_base, original_base, refuse_base, require_base, vocabulary_of
 from tools.lora.proof import refuse_other_base, refuse_trained_factors
-from tools.lora.recovering import Recovered, from_residual, linear_weight, recomputed, why_not_recomputed
+from tools.lora.recovering import Recovered, find_weight, from_residual, linear_weight, recomputed, why_not_recomputed
 from tools.lora.stacking import Initial, is_stacked
 
 # In the metadata of every converted adapter: less rank leaves no tensor by which it could be told.
@@ -38,6 +38,7 @@ class Origin:
     base: str
     vocabulary: int | None
     details: Mapping[str, Any]
+    recovered: Mapping[str, Any] = field(default_factory=dict)  # of the details, what a receipt keeps
 
 
 def origin_of(trained: Checkpoint, modules: Modules, given: Given, recover: Recover) -> Origin | str:
@@ -71,10 +72,11 @@ def _from_adapter(trained: Checkpoint, modules: Modules, folder: Path, named: st
     kind, then = str(_kind(trained)), [then for _, then in pairs.values()]
     refuse_trained_factors(kind, then)
     name, vocabulary = _original(trained, modules, initial.path, named)
-    if named and (base := open_base(named)) is not None:
+    if (base := open_base(name)) is not None:
         transposed = _is_transposed(trained)
-        refuse_other_base(kind, then, lambda module: linear_weight(base, module, transposed))
-    return Origin(factors, name, vocabulary, {})
+        there = then if named else [each for each in then if find_weight(base, each)]  # not of another naming
+        refuse_other_base(kind, there, lambda module: linear_weight(base, module, transposed))
+    return Origin(factors, name, vocabulary, {"initial adapter": str(initial.path)})
 
 
 def _from_residual(trained: Checkpoint, modules: Modules, given: Given, recover: Recover) -> Origin:
@@ -84,7 +86,7 @@ def _from_residual(trained: Checkpoint, modules: Modules, given: Given, recover:
     name, vocabulary = _original(trained, modules, None, given.base)
     base, residual = require_base(given.base), require_base(str(given.residual))
     found = recover(lambda each: from_residual(each, base, residual, _is_transposed(trained)), modules)
-    return Origin(found.factors, name, vocabulary, found.details)
+    return Origin(found.factors, name, vocabulary, found.details, found.details)
 
 
 def _from_base(trained: Checkpoint, modules: Modules, named: str | None, recover: Recover) -> Origin:
@@ -99,7 +101,7 @@ def _from_base(trained: Checkpoint, modules: Modules, named: str | None, recover
     name, vocabulary = _original(trained, modules, None, named)
     base = require_base(named)
     found = recover(lambda each: recomputed(kind, each, base, _is_transposed(trained)), modules)
-    return Origin(found.factors, name, vocabulary, found.details)
+    return Origin(found.factors, name, vocabulary, found.details, found.details)
 
 
 def _original(trained: Checkpoint, modules: Modules, initial: Path | None, named: str | None) -> tuple[str, int | None]:

@@ -9,7 +9,8 @@ from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.opening import open_file
 from tools.hub import lasting_name, local_copy
-from tools.lora.adapters import LoraModule
+from tools.lora.adapters import OUTPUT_MATRICES, LoraModule
+from tools.lora.base_config import is_tied
 
 
 def original_base(trained: Checkpoint, initial: Path | None, named: str | None) -> str:
@@ -68,7 +69,7 @@ def refuse_base(trained: Checkpoint, modules: Iterable[LoraModule], name: str, c
         method = quantised.get("quant_method", "some method") if isinstance(quantised, Mapping) else "some method"
         problem = f"is quantised ({method}): its weights are Q(W), and Q(W_res) + B A is not Q(W) + (B A - B0 A0)"
         raise CheckpointError(name, problem, "name the model it was made from with --base, or stay on W_res")
-    if config.get("tie_word_embeddings") and any(m.name.endswith("lm_head") for m in modules if m.kind == "linear"):
+    if is_tied(config) and any(m.name.endswith(OUTPUT_MATRICES) for m in modules if m.kind == "linear"):
         problem = "targets lm_head, which is tied to the embedding: the initial adapter was subtracted from both"
         remedy = "no adapter on the original base equals it; merge on the residual base"
         raise CheckpointError(trained.path / "adapter_config.json", problem, remedy)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.errors import CheckpointError
 from tools.lora.adapters import LoraModule
-from tools.lora.floats import EPSILON, numbers
+from tools.lora.floats import numbers, precision
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +26,7 @@ def refuse_trained_factors(kind: str, modules: Iterable[LoraModule]) -> None:
         if module.kind != "linear" or not kind.startswith(("pissa", "olora")):
             continue
         off = _imbalance(kind, numbers(module.A), numbers(module.B))
-        if off > _tolerance(module):
+        if not off <= _tolerance(module):  # also of NaN
             raise CheckpointError(
                 module.A.file.path.parent,
                 f"{module.name} is not how {kind} begins (off by {off:.1%}): it was trained, or a resume wrote over it",
@@ -41,7 +41,7 @@ def refuse_other_base(kind: str, modules: Iterable[LoraModule], weight: Callable
         return
     module = min(linear, key=lambda each: each.A.nbytes + each.B.nbytes)
     off = _distance(module, 1.0 if kind == "olora" else module.scaling, weight(module))
-    if off > _tolerance(module):
+    if not off <= _tolerance(module):
         raise CheckpointError(
             module.A.file.path.parent,
             f"{module.name} is no part of the base weights (off by {off:.1%})",
@@ -50,7 +50,7 @@ def refuse_other_base(kind: str, modules: Iterable[LoraModule], weight: Callable
 
 
 def _tolerance(module: LoraModule) -> float:
-    return max(_FP32_TOLERANCE, 8 * max(EPSILON[factor.dtype] for factor in (module.A, module.B)))
+    return max(_FP32_TOLERANCE, 8 * max(precision(factor) for factor in (module.A, module.B)))
 
 
 def _imbalance(kind: str, a: "Matrix", b: "Matrix") -> float:

@@ -62,14 +62,9 @@ def from_residual(
 
 
 def recomputed(kind: str, modules: Mapping[str, LoraModule], base: Checkpoint, transposed: bool) -> Recovered:
-    """s B0 A0 decomposed again from W, for initialisations that are a function of W: pissa and olora.
-
-    Raises CheckpointError for those that are not, saying why.
-    """
+    """s B0 A0 decomposed again from W, for initialisations that are a function of W: pissa and olora."""
     import numpy as np
 
-    if reason := why_not_recomputed(kind):
-        raise CheckpointError(base.path, reason, "name the initial adapter with --init, or --residual")
     factors, digest = {}, hashlib.sha256()
     for name, module in modules.items():
         if module.kind != "linear":  # PEFT 0.21 begins these with a product of zero
@@ -93,15 +88,21 @@ def why_not_recomputed(kind: str) -> str | None:
     return None if kind in ("pissa", "olora") else f"{kind} is no initialisation that takes something out of the base"
 
 
-def weight_of(base: Checkpoint, module: LoraModule) -> Stored:
-    """The weight of a module in the base. Raises CheckpointError, with its name, when it is not there."""
+def find_weight(base: Checkpoint, module: LoraModule) -> Stored | None:
+    """The weight of a module in the base, under its name with or without the prefix of a causal LM."""
     tensors = stored(base.model) if base.model else {}
     wanted = f"{module.name}.weight"
-    for name in (wanted, wanted.partition(".")[2], f"model.{wanted}"):
-        if name in tensors:
-            require_floats(tensors[name])
-            return tensors[name]
-    raise CheckpointError(base.path, f"has no {wanted}", "is it the base that the adapter was trained on?")
+    found = next((n for n in (wanted, wanted.partition(".")[2], f"model.{wanted}") if n in tensors), None)
+    return tensors[found] if found else None
+
+
+def weight_of(base: Checkpoint, module: LoraModule) -> Stored:
+    """The same. Raises CheckpointError, with its name, when it is not there, or is no matrix of floats."""
+    if (found := find_weight(base, module)) is None:
+        problem = f"has no {module.name}.weight"
+        raise CheckpointError(base.path, problem, "is it the base that the adapter was trained on?")
+    require_floats(found)
+    return found
 
 
 def linear_weight(base: Checkpoint, module: LoraModule, transposed: bool) -> "Matrix":

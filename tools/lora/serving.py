@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tools.lora.adapters import changes_base
+from tools.lora.adapters import changes_base, unknown_fields
 from tools.lora.recovering import why_not_recomputed
 from tools.lora.settings import highest_rank, is_folded
 
@@ -23,7 +23,9 @@ def rank_option(rank: int) -> str | None:
 
 def serving_limits(config: Mapping[str, Any]) -> dict[str, str]:
     """By what of the configuration stands in the way: why, and the option or command that resolves it."""
-    limits: dict[str, str] = {}
+    if (method := config.get("peft_type")) != "LORA":
+        return {f"peft_type {method}": "not LoRA, which is what servers take and what is known here"}
+    limits: dict[str, str] = dict.fromkeys(unknown_fields(config), "changes what LoRA computes; not known here")
     kind = config.get("init_lora_weights")
     if changes_base(kind):
         again = "at random" if why_not_recomputed(str(kind)) else "again"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tools.checkpoint.change import Computed, Source
 from tools.checkpoint.errors import CheckpointError
 from tools.lora.adapters import LoraModule
-from tools.lora.floats import computed, numbers, rounded
+from tools.lora.floats import computed, fitting, numbers
 from tools.lora.stacking import matrices, unblocked
 
 if TYPE_CHECKING:
@@ -48,10 +48,12 @@ def product_of(module: LoraModule) -> Product:
 
 def folded(product: Product) -> Product:
     """The same change with a scale of 1: it is multiplied into B, and into the bias of B."""
+    import numpy as np
 
     def scaled(source: Source) -> Computed:
         def data() -> Iterable[bytes]:
-            yield rounded(numbers(source) * product.scaling, source.dtype)
+            with np.errstate(over="ignore"):
+                yield fitting(numbers(source) * product.scaling, source.dtype, source.sources[0])
 
         return Computed(source.dtype, source.shape, source.nbytes, data, source.sources)
 
@@ -106,6 +108,10 @@ def _cores(product: Product) -> "tuple[tuple[Matrix, Matrix], Matrix, tuple[Matr
     import numpy as np
 
     a, b = (each.astype(np.float64) for each in matrices(product.module, product.A, product.B))
+    for factor, values in ((product.A, a), (product.B, b)):
+        if not np.isfinite(values).all():
+            problem = f"{factor.sources[0].name} holds NaN or infinity"
+            raise CheckpointError(factor.sources[0].file.path, problem, "the training had diverged")
     left, left_core = np.linalg.qr(b * product.scaling)
     right, right_core = np.linalg.qr(a.transpose(0, 2, 1))
     u, singular, v = np.linalg.svd(left_core @ right_core.transpose(0, 2, 1), full_matrices=False)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from tools.checkpoint.change import Stored, same_bytes
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.base_config import is_tied
 from tools.lora.floats import widened
 from tools.merging.base import Base, is_head
 from tools.merging.floats import ITEM_BYTES, require_floats
-from tools.merging.model_config import is_tied
 from tools.merging.stored_rows import raw_blocks
 
 # Tables that are looked up, and routers of experts: matrices, but not of a linear layer. PEFT saves the output matrix

@@ -1,30 +1,14 @@
 """config.json of a merged model: that of the base, with what the adapters changed about the model."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
 from tools.heads.finding import architectures_of
+from tools.lora.base_config import WITH_OUTPUT_MATRIX, Config
 
-Config = Mapping[str, Any]
-
-_WITH_OUTPUT_MATRIX = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 # How PEFT calls the task of a classifier, and how transformers ends the name of its class.
 _CLASSIFIERS = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
-
-
-def is_tied(config: Config) -> bool:
-    """Whether the output matrix of a model without one in its files is the embedding."""
-    has_one = any(name.endswith(_WITH_OUTPUT_MATRIX) for name in architectures_of(config))
-    return has_one and says_tied(config) is not False
-
-
-def says_tied(config: Config) -> bool | None:
-    """`tie_word_embeddings`, None where the file leaves it to the default of its class."""
-    text = config.get("text_config") or {}
-    flag = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    return None if flag is None else bool(flag)
 
 
 def untied(config: Config) -> dict[str, Any]:
@@ -52,7 +36,7 @@ def as_classifier(path: Path, config: Config, task: str | None, labels: int) -> 
     architecture = next(iter(architectures_of(config)), "")
     if architecture.endswith(tuple(_CLASSIFIERS.values())):
         return _with_labels(config, labels)
-    ending = next((e for e in (*_WITH_OUTPUT_MATRIX, "Model") if architecture.endswith(e)), None)
+    ending = next((e for e in (*WITH_OUTPUT_MATRIX, "Model") if architecture.endswith(e)), None)
     if ending is None or task not in _CLASSIFIERS:
         problem = (
             f"a classification head of task {task}, and no class of transformers is known for {architecture or 'it'}"

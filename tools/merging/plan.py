@@ -8,11 +8,12 @@ from typing import Any
 from tools.checkpoint.change import Change, Computed, Content, FileCopy, Source, Stored, TensorFile, json_file
 from tools.checkpoint.layout import Checkpoint
 from tools.hub import local_copy
+from tools.lora.base_config import says_tied
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, files_from, is_head, quantisation
 from tools.merging.floats import ITEM_BYTES, Matrices
 from tools.merging.low_rank import Block, merged_blocks
-from tools.merging.model_config import as_classifier, says_tied, untied, with_vocabulary
+from tools.merging.model_config import as_classifier, untied, with_vocabulary
 from tools.merging.parameters import Parameters, parameters_of
 from tools.merging.shards import in_shards, like_base
 from tools.merging.stored_rows import cast, with_rows, with_vectors

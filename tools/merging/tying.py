@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from tools.checkpoint.change import Stored, same_bytes
+from tools.lora.base_config import is_tied, says_tied
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, is_head
-from tools.merging.model_config import is_tied, says_tied
 from tools.merging.parameters import Parameters
 
 

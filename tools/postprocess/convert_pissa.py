@@ -48,8 +48,9 @@ def convert_pissa(
     """Rewrite a PiSSA adapter as plain LoRA of twice the rank, so that it is right on the original base model.
 
     PiSSA, OLoRA, CorDA and LoRA-GA train on a changed base, W - s B0 A0. On W itself the same model is
-    W + s (B A - B0 A0), which is LoRA with A' = [A; A0] and B' = [B, -B0]. Exact: only adapter files are read, tensors
-    are concatenated as bytes. Magnitudes (DoRA), biases and modules_to_save are carried as they are.
+    W + s (B A - B0 A0), which is LoRA with A' = [A; A0] and B' = [B, -B0]. Exact: the adapters' tensors
+    are concatenated as bytes. Of a base that is on this machine one matrix is read, to see that it is the one that was
+    trained. Magnitudes (DoRA), biases and modules_to_save are carried as they are.
 
     In place, and taken back by `tools undo`, unless there is an --output. A plain LoRA adapter is left alone, unless
     --max-rank or --fold-scaling ask for a change of it.

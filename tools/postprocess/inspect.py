@@ -27,8 +27,11 @@ def inspect(checkpoint: CheckpointDir) -> Report:
             details[f"{name} weights"] = _weights(weights)
     if opened.adapter_config is not None:
         details["adapter_config.json"] = _adapter(opened.adapter_config)
+        from tools.lora.adapters import refuse_odd_values
         from tools.lora.serving import serving_limits
 
+        if opened.adapter_config.get("peft_type") == "LORA":
+            refuse_odd_values(opened.path / "adapter_config.json", opened.adapter_config)
         details["serving"] = serving_limits(opened.adapter_config) or "as an adapter, nothing in the way"
     elif opened.config is not None:
         details["config.json"] = _config(opened.config)

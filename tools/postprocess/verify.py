@@ -2,12 +2,13 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tools.checkpoint.change import refuse_ungathered, same_bytes, stored
+from tools.checkpoint.change import Stored, refuse_ungathered, same_bytes, stored
 from tools.checkpoint.errors import CheckpointError, all_of
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import fingerprint, read_receipts
@@ -17,6 +18,7 @@ from tools.lora.adapters import changes_base
 from tools.postprocess.options import CheckpointDir
 
 _BLOCK_BYTES = 1 << 20
+_TOLERANCE = 1e-3
 
 
 def verify(
@@ -34,7 +36,13 @@ def verify(
     prompts: Annotated[
         Path | None, typer.Option(help="Compare on the lines of this text file, not on 8 fixed token rows.")
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="Largest logit difference that passes.")] = 1e-3,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Largest logit difference that passes; default: 0.001, for 16-bit models two roundings of a logit.",
+        ),
+    ] = None,
 ) -> Report:
     """Prove that a checkpoint is whole, and on request that it is the same model as another.
 
@@ -50,6 +58,8 @@ def verify(
     refuse_ungathered(opened)
     if findings := [*_unloadable(opened), *_against_receipts(opened)]:
         raise all_of(findings)
+    if base and opened.kind != "adapter":
+        raise CheckpointError(opened.path, "is no adapter to put on --base", "leave --base out")
     if logits is None and (base or reference_base or prompts):
         raise CheckpointError(opened.path, "--base, --reference-base and --prompts say how to compare", "add --logits")
     details: dict[str, Any] = {"tensors": sum(len(weights.tensors) for weights in opened.weights)}
@@ -121,23 +131,28 @@ def _sha256(file: Path) -> str:
 
 
 def _compare_tensors(opened: Checkpoint, other: Checkpoint) -> None:
-    ours, theirs = (
-        {name: source for weights in each.weights for name, source in stored(weights).items()}
-        for each in (opened, other)
-    )
+    ours, theirs = _tensors(opened), _tensors(other)
     findings = []
     for one, two, path, lacking in ((ours, theirs, other.path, opened.path), (theirs, ours, opened.path, other.path)):
-        for name in sorted(one.keys() - two.keys()):
-            findings.append(CheckpointError(path, f"has no {name}, which {lacking} holds"))
-    for name in ours.keys() & theirs.keys():
-        if not same_bytes(ours[name], theirs[name]):
-            one_text, two_text = (f"{each[name].dtype} {list(each[name].shape)}" for each in (ours, theirs))
+        for part, name in sorted(one.keys() - two.keys()):
+            findings.append(CheckpointError(path, f"has no {name} in its {part}, which {lacking} holds"))
+    for part, name in sorted(ours.keys() & theirs.keys()):
+        if not same_bytes(ours[part, name], theirs[part, name]):
+            one_text, two_text = (f"{each[part, name].dtype} {list(each[part, name].shape)}" for each in (ours, theirs))
             how = "other values than" if one_text == two_text else f"{one_text}, not {two_text} as"
-            findings.append(CheckpointError(ours[name].file.path, f"{name} has {how} in {other.path}"))
+            findings.append(CheckpointError(ours[part, name].file.path, f"{name} has {how} in {other.path}"))
     if findings:
         more = len(findings) - 10
         rest = [CheckpointError(opened.path, f"{more} more tensors differ")] if more > 0 else []
         raise all_of([*findings[:10], *rest])
+
+
+def _tensors(opened: Checkpoint) -> dict[tuple[str, str], Stored]:
+    """Every tensor by the part of the checkpoint that holds it and its name, which another part may hold as well."""
+    parts = {"model": opened.model, "adapter": opened.adapter, "head file": opened.head}
+    return {
+        (part, name): source for part, weights in parts.items() if weights for name, source in stored(weights).items()
+    }
 
 
 def _compare_logits(
@@ -146,7 +161,7 @@ def _compare_logits(
     reference: Path,
     reference_base: Path | None,
     prompts: Path | None,
-    limit: float,
+    tolerance: float | None,
 ) -> dict[str, Any]:
     from tools import logits
 
@@ -154,6 +169,9 @@ def _compare_logits(
     if reference.is_dir() and recorded.is_file() and not (reference_base or prompts):
         reference = recorded
     if reference.is_file():
+        if reference_base or prompts:
+            problem = "holds logits that were recorded, of rows and of a base of their own"
+            raise CheckpointError(reference, problem, "leave --prompts and --reference-base out")
         last, rows = logits.load(reference)
         expected = [row[None] for row in last]
     else:
@@ -176,15 +194,27 @@ def _compare_logits(
         if not all(bool(row.isfinite().all()) for row in rows_of):
             raise CheckpointError(path, "gives logits that are NaN or infinite", "see its tensors: tools verify --deep")
     pairs = list(zip(found, expected, strict=True))
-    largest = max(float((one - other).abs().max()) for one, other in pairs)
+    largest = max(float((one.float() - other.float()).abs().max()) for one, other in pairs)
+    limit = _limit(pairs) if tolerance is None else tolerance
     equal = sum(int((one.argmax(-1) == other.argmax(-1)).sum()) for one, other in pairs)
     positions = sum(len(one) for one in found)
-    if largest > limit:
+    if not largest <= limit:
         problem = f"logits differ from {reference} by up to {largest:.3g}, more than {limit:g}"
         agreement = f"the most likely token agrees at {equal} of {positions} positions"
-        raise CheckpointError(checkpoint, problem, agreement)
+        init = (Checkpoint.open(checkpoint).adapter_config or {}).get("init_lora_weights")
+        remedy = f"; a {init} adapter is right after tools convert-pissa alone" if changes_base(init) else ""
+        raise CheckpointError(checkpoint, problem, agreement + remedy)
     agree = f"{equal} of {positions} positions"
     return {"largest difference": largest, "same most likely token": agree, "rows": len(rows), "tolerance": limit}
+
+
+def _limit(pairs: Sequence[tuple[Any, Any]]) -> float:
+    """The largest difference of models that are the same: in 16 bits their roundings alone make them differ."""
+    import torch
+
+    coarsest = max(torch.finfo(row.dtype).eps for pair in pairs for row in pair)
+    greatest = max(float(row.abs().max()) for pair in pairs for row in pair)
+    return max(_TOLERANCE, 2 * coarsest * greatest if coarsest > torch.finfo(torch.float32).eps else 0.0)
 
 
 def _refuse_changed_base(reference: Path) -> None:
@@ -210,7 +240,8 @@ def _rows(model: Any, checkpoint: Path, base: Path | None, prompts: Path | None)
         raise CheckpointError(checkpoint, "has no tokenizer for --prompts", "run tools bundle-processor on it first")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     lines = prompts.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows = [tokenizer(line)["input_ids"] for line in lines if line.strip()]
+    with logits.loading_as("the tokenizer of --prompts", folder):
+        rows = [tokenizer(line)["input_ids"] for line in lines if line.strip()]
     if not rows:
         raise CheckpointError(prompts, "holds no line of text")
     return rows

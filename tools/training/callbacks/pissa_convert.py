@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedModel
 
+from tools.checkpoint.errors import CheckpointError
 from tools.lora.adapters import INITIAL_ADAPTER
 from tools.postprocess.convert_pissa import convert_pissa
 from tools.training.callbacks.initial_adapter import InitialAdapterCallback, base_changing, save
@@ -24,6 +27,13 @@ class PissaConvertCallback(InitialAdapterCallback):
     conversion that fails can be repeated by `tools convert-pissa`. Does nothing when the init does not change the base.
     """
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        adapted = base_changing(model)
+        if adapted is not None and _adapts_tied(adapted.get_base_model()):
+            problem = "an adapter on lm_head, which is tied to the embedding, can never be converted"
+            raise CheckpointError("PissaConvertCallback", problem, "leave lm_head out of target_modules")
+        super().on_train_begin(args, state, control, model=model, **kwargs)
+
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         adapted = base_changing(model)
         if adapted is None or not state.is_world_process_zero:
@@ -31,6 +41,12 @@ class PissaConvertCallback(InitialAdapterCallback):
         output = Path(args.output_dir)
         _replace(adapted, output / BACKUP)
         convert_pissa(output / BACKUP, init=output / INITIAL_ADAPTER, output=output / CONVERTED, overwrite=True)
+
+
+def _adapts_tied(model: Any) -> bool:
+    """Whether the output matrix has an adapter and is the embedding."""
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    return isinstance(output, LoraLayer) and output.weight is model.get_input_embeddings().weight
 
 
 def _replace(model: PeftModel, folder: Path) -> None:
