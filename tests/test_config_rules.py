@@ -56,7 +56,9 @@ ALONE = [
     ("finetuning.rank_pattern={q_proj: 0}", "finetuning.rank_pattern must be greater than 0, not 0"),
     ("temperature=0", "generating.temperature must be greater than 0, not 0"),
     ("generating.top_p=2", "generating.top_p must be less than or equal to 1, not 2"),
-    ("launch.processes=2", "there is no group launch: training runs in one process; remove it"),
+    ("launch.processes=0", "launch.processes must be greater than 0, not 0"),
+    ("processes=two", "launch.processes must be a whole number, not 'two'"),
+    ("launch.timeout=0", "launch.timeout must be greater than 0, not 0"),
 ]
 
 
@@ -179,7 +181,7 @@ HOSTILE = {
     "two documents": (b"model: {}\n---\nmodel: {}", ":2: is not valid YAML: but found another document"),
     "a list": (b"- a", ":1: is not a mapping of keys to values"),
     "unknown short": (b"lerning_rate: 1", ":1: unknown key lerning_rate; did you mean training.learning_rate?"),
-    "launch": (b"launch: {processes: 2}", ":1: there is no group launch: training runs in one process; remove it"),
+    "launch": (b"launch: {processes: 2.5}", ":1: launch.processes must be a whole number, not 2.5"),
 }
 
 

@@ -1,7 +1,6 @@
 """The `tools` command: every step under its own name, one printer, one way in which errors end it."""
 
 import inspect
-import logging
 import sys
 import traceback
 from collections.abc import Callable
@@ -166,11 +165,19 @@ def train(
             groups = shown(config, overrides or ())
         typer.echo(as_yaml(groups))
         raise typer.Exit
+    from tools.training.ranks import of_rank, rank
+    from tools.training.stderr import log_to_stderr
     from tools.training.train import train as run
 
-    _log_to_stderr()
+    log_to_stderr()
     with redirect_stdout(sys.stderr):
-        return run(config, overrides or ())
+        try:
+            report = run(config, overrides or ())
+        except CheckpointError as error:
+            raise of_rank(error, rank()) from error
+    if rank():  # of several that torchrun has started, the first prints the report
+        raise typer.Exit
+    return report
 
 
 def preview(
@@ -186,8 +193,9 @@ def preview(
     Masked tokens are dim on a terminal and in «» elsewhere. No weights are loaded.
     """
     from tools.training.preview import preview as look
+    from tools.training.stderr import log_to_stderr
 
-    _log_to_stderr()
+    log_to_stderr()
     with redirect_stdout(sys.stderr):
         return look(config, overrides or (), batches=batches)
 
@@ -196,16 +204,6 @@ def _print_preview(report: Report) -> None:
     from tools.training.preview import print_preview
 
     print_preview(report)
-
-
-def _log_to_stderr() -> None:
-    """What training says on its way; stdout is for the report."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger = logging.getLogger("tools")
-    logger.setLevel(logging.INFO)
-    logger.handlers = [handler]
-    logger.propagate = False
 
 
 for _step in STEPS:

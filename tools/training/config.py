@@ -255,6 +255,17 @@ class ReportArguments(Group):
         return names
 
 
+class LaunchArguments(Group):
+    """In how many processes a run is trained, and how long they wait for each other."""
+
+    processes: Positive = Field(
+        default=1, description="processes on this machine, each with a part of every batch; torchrun starts its own"
+    )
+    timeout: Annotated[float, Field(gt=0, le=10**6)] = Field(
+        default=600, description="seconds that a process may keep the others waiting before training ends and names it"
+    )
+
+
 class TrainConfig(Group):
     """Everything a training run is made from; `training` holds fields of the stage's own config class."""
 
@@ -264,6 +275,7 @@ class TrainConfig(Group):
     generating: GeneratingArguments = GeneratingArguments()
     training: dict[str, Any]
     report: ReportArguments = ReportArguments()
+    launch: LaunchArguments = LaunchArguments()
 
     @field_validator("training")
     @classmethod
@@ -284,6 +296,7 @@ GROUPS: dict[str, type[Group]] = {
     "finetuning": FinetuningArguments,
     "generating": GeneratingArguments,
     "report": ReportArguments,
+    "launch": LaunchArguments,
 }
 FIELDS: dict[str, frozenset[str]] = {name: frozenset(group.model_fields) for name, group in GROUPS.items()}
 

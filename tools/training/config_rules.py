@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.errors import CheckpointError
 from tools.lora.adapters import changes_base
+from tools.training.ranks import world_size
 
 if TYPE_CHECKING:
     from tools.training.config import Resolved
@@ -126,6 +127,21 @@ def _samples(resolved: "Resolved") -> Iterator[Problem]:
         yield "report.samples", "are texts, and a reward model writes none", "leave them out"
 
 
+def _processes(resolved: "Resolved") -> Iterator[Problem]:
+    asked, started = resolved.config.launch.processes, world_size()
+    if started > 1 and asked != started and not resolved.origin("launch.processes").startswith("default"):
+        yield "launch.processes", f"is {asked}, but a launcher has started {started} processes", "leave it out"
+
+
+def _sharded(resolved: "Resolved", training: Training) -> Iterator[Problem]:
+    if max(resolved.config.launch.processes, world_size()) == 1:
+        return
+    for key in ("fsdp", "deepspeed"):
+        if training.get(key):
+            problem = "shards the model, and in several processes each must hold all of it"
+            yield f"training.{key}", problem, "leave it out, or train in one process"
+
+
 def _precision(resolved: "Resolved", training: Training) -> Iterator[Problem]:
     dtype, full = resolved.config.model.dtype, resolved.config.finetuning.method == "full"
     bf16, fp16 = training.get("bf16"), training.get("fp16")
@@ -209,8 +225,8 @@ def _strategy(training: Training, which: str) -> str | None:
 
 
 _RULES: tuple[Callable[["Resolved"], Iterator[Problem]], ...] = (
-    *(_sampling, _quantized, _adapter, _early_stopping, _samples),
+    *(_sampling, _quantized, _adapter, _early_stopping, _samples, _processes),
 )
 _TRAINING_RULES: tuple[Callable[["Resolved", Training], Iterator[Problem]], ...] = (
-    *(_precision, _evaluation, _in_step, _length),
+    *(_sharded, _precision, _evaluation, _in_step, _length),
 )

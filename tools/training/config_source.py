@@ -12,10 +12,6 @@ from tools.training.config_text import entries_of, parse, read_value
 Fields = Mapping[str, frozenset[str]]  # group -> names of its fields; `training` is open and not among them
 
 PREFIX = "BURNISH_"
-NOT_LAUNCHED = (
-    "there is no group launch: training runs in one process",
-    "remove it; processes and devices are those in which the command is started",
-)
 MANY = 20  # names that still make a readable line
 
 
@@ -33,8 +29,6 @@ def read_file(path: Path, fields: Fields) -> dict[str, Given]:
     for name, line, node in parse(path):
         if name.startswith("x-"):  # holds anchors, for other groups to merge
             continue
-        if name == "launch":
-            raise CheckpointError(f"{path}:{line}", *NOT_LAUNCHED)
         if name == "training" or name in fields:
             entries = {f"{name}.{key}": (line, value) for key, line, value in entries_of(node, path)}
         elif node.is_mapping:
@@ -68,8 +62,6 @@ def read_overrides(overrides: Sequence[str], fields: Fields, given: Mapping[str,
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise CheckpointError(override, "is no override", "write group.key=value")
-        if key.partition(".")[0] == "launch":
-            raise CheckpointError("override", *NOT_LAUNCHED)
         if "." not in key:
             key = f"{home_of(key, 'override', fields, given)}.{key}"
         values[key] = Given(read_value(text, "override"), "override")

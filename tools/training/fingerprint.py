@@ -20,11 +20,12 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
-def fingerprint(config: "TrainConfig") -> dict[str, str]:
+def fingerprint(config: "TrainConfig", processes: int = 1) -> dict[str, str]:
     """What determines the result of a run, flat: `{"finetuning.r": "8", "data.train_file": "sha256:...", ...}`.
 
-    Data files count by content. `generating`, `report`, the output directory and what only concerns logging are left
-    out. Raises CheckpointError when a data file is not there.
+    Data files count by content, and `processes` when there are several, each of which takes its part of every batch.
+    `generating`, `report`, the output directory and what only concerns logging are left out. Raises CheckpointError
+    when a data file is not there.
     """
     prints = {}
     for group in ("model", "data", "finetuning"):
@@ -33,7 +34,7 @@ def fingerprint(config: "TrainConfig") -> dict[str, str]:
     for key, value in sorted(config.training.items()):
         if key not in WITHOUT_EFFECT:
             prints[f"training.{key}"] = _canonical(value)
-    return prints
+    return prints | ({"launch.processes": str(processes)} if processes > 1 else {})
 
 
 def _canonical(value: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
 from tools.training.config import FinetuningArguments, ModelArguments
+from tools.training.ranks import local_rank
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,9 @@ def load_decoder(model: ModelArguments, dtype: str) -> Any:
     """The causal LM, every weight of it found in the checkpoint. Raises CheckpointError when some would be random."""
     source = source_of(model.model_name_or_path)
     quantized = (
-        {"quantization_config": _quantization(model, dtype), "device_map": {"": 0}} if model.quantization else {}
+        {"quantization_config": _quantization(model, dtype), "device_map": {"": local_rank()}}
+        if model.quantization
+        else {}
     )
     try:
         decoder, found = _auto_class(source, model.trust_remote_code).from_pretrained(

@@ -30,9 +30,9 @@ def preview(config: Path, overrides: Sequence[str] = (), *, batches: int = 1) ->
 
     keep_quiet()
     from tools.training.config import load_config
+    from tools.training.loading import trainer_args
     from tools.training.precision import chosen_precision
     from tools.training.stages import load_stage
-    from tools.training.train import trainer_args
     from tools.training.trainer_arguments import trainer_arguments
 
     if batches < 1:
@@ -112,9 +112,9 @@ def _report(config: "TrainConfig", trainer: Any, loader: Any, shown: list[dict[s
     from tools.training.memory import estimate
     from tools.training.trainable import grouped, summary
 
-    model, args = trainer.model, trainer.args
+    model, args, processes = trainer.model, trainer.args, config.launch.processes
     longest = max(max(len(ids) for ids in _tokens(row)) for row in trainer.train_dataset)
-    updates = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+    updates = max(1, math.ceil(len(loader) / processes / args.gradient_accumulation_steps))
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
     memory = estimate(model, args, longest, config.model.quantization)
     details = {
@@ -129,7 +129,7 @@ def _report(config: "TrainConfig", trainer: Any, loader: Any, shown: list[dict[s
         "epochs": round(steps / updates, 2),
     }
     total = sum(memory.values())
-    size = args.train_batch_size * args.gradient_accumulation_steps
+    size = args.train_batch_size * args.gradient_accumulation_steps * processes
     text = f"{steps} steps of {size} rows, some {total / 2**30:.2g} GiB; nothing was trained"
     return Report("preview", str(config.run_dir), False, text, details=details)
 

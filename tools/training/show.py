@@ -64,6 +64,8 @@ DECIDED_LATER = {
     "fp16": "as model.dtype and the device allow",
     "use_cpu": "true where there is no accelerator",
     "disable_tqdm": "true where nobody looks",
+    "log_level_replica": "error: of several processes the first warns",
+    "ddp_timeout": "that of launch.timeout",
     "include_num_input_tokens_seen": "non_padding",
     "logging_nan_inf_filter": "false: a loss that is no number ends the training",
 }

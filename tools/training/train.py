@@ -1,4 +1,4 @@
-"""Training, from a configuration to checkpoints: one process, stopped and resumed by the state of its directory."""
+"""Training, from a configuration to checkpoints: one run, stopped and resumed by the state of its directory."""
 
 import contextlib
 import dataclasses
@@ -18,18 +18,65 @@ from tools.checkpoint.report import Report
 
 if TYPE_CHECKING:
     from tools.training.config import TrainConfig
-    from tools.training.precision import Precision
+    from tools.training.loading import Loaded
+    from tools.training.ranks import Peers
     from tools.training.stages import Stage
     from tools.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a configuration asks for, checked: its groups, its stage and the arguments of the stage's config class."""
+
+    config: "TrainConfig"
+    stage: "Stage"
+    arguments: dict[str, Any]
+    prints: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run begins: with the state `now`, from the checkpoint `resume`, or not at all, since it is `over`."""
+
+    now: "TrainState"
+    resume: Path | None = None
+    over: bool = False
+
+
 def train(config: Path, overrides: Sequence[str] = ()) -> Report:
     """Train a model as the configuration says; a run that was stopped or killed goes on from its last checkpoint."""
     began = time.monotonic()
     keep_quiet()
-    from tools.training import state
+    from tools.training.launch import launched
+    from tools.training.ranks import is_one_of_several, joined
+    from tools.training.state import TrainingStopped, write_state
+
+    plan = _plan(config, overrides)
+    run, launch = plan.config.run_dir, plan.config.launch
+    if launch.processes > 1 and not is_one_of_several():
+        return launched(config, overrides, run, launch.processes)
+    with joined(run, launch.timeout, **_connection(plan)) as peers, contextlib.ExitStack() as held:
+        start = peers.decided(lambda: _start(plan, held), "the start of the run")
+        if start.over:
+            return _report(run, start.now, changed=False, summary="already trained; nothing to do")
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # stdout is for the report alone
+            warnings.simplefilter("ignore", FutureWarning)  # of the libraries, to each other
+            done, loss = _run(plan, start, peers)
+        if peers.rank == 0:
+            write_state(run, done)
+    if done.state == "stopped":
+        saved = f"{done.checkpoint} is saved" if done.checkpoint else "nothing was saved yet"
+        stopped = TrainingStopped(run, f"stopped at step {done.steps}; {saved}", "the same command goes on from here")
+        raise peers.told_once(stopped)
+    summary = f"trained {done.steps} steps, loss {loss:.4g}; {done.checkpoint}"
+    return _report(run, done, changed=True, summary=summary, train_loss=loss, seconds=time.monotonic() - began)
+
+
+def _plan(config: Path, overrides: Sequence[str]) -> Plan:
+    """The configuration, read and checked. Raises CheckpointError for all that is wrong with it alone."""
+    from tools.training import ranks
     from tools.training.config import load_config
     from tools.training.fingerprint import fingerprint
     from tools.training.stages import load_stage
@@ -38,79 +85,69 @@ def train(config: Path, overrides: Sequence[str] = ()) -> Report:
     resolved = load_config(config, overrides)
     stage = load_stage(resolved.config.finetuning.stage)
     arguments = trainer_arguments(resolved, stage.ARGUMENTS)
-    run, prints = resolved.config.run_dir, fingerprint(resolved.config)
+    return Plan(resolved.config, stage, arguments, fingerprint(resolved.config, ranks.world_size()))
 
+
+def _connection(plan: Plan) -> dict[str, Any]:
+    """How the tensors of several processes travel: as transformers would have it."""
+    import torch
+
+    return {
+        "cpu": plan.arguments.get("use_cpu", not torch.accelerator.is_available()),
+        "backend": plan.arguments.get("ddp_backend"),
+        "collective_s": plan.arguments.get("ddp_timeout", plan.config.launch.timeout),
+    }
+
+
+def _start(plan: Plan, held: contextlib.ExitStack) -> Start:
+    """Look at the directory of the run, whose lock is in `held` afterwards. Raises CheckpointError where it is taken,
+    or of another run."""
+    from tools.training import state
+
+    run = plan.config.run_dir
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(run, (error.strerror or str(error)).lower(), "choose another output_dir") from error
-    with lock(run):
-        last = state.read_state(run)
-        state.check_startable(run, last, prints)
-        if last and last.state == "finished":
-            return _report(run, last, changed=False, summary="already trained; nothing to do")
-        resume = state.newest_complete(run)
-        now = state.running(prints, _progress(resume)[0] if resume else 0, resume)
-        if resume and _is_over(resume):
-            done, loss = dataclasses.replace(now, state="finished", checkpoint=_best_of(resume, resolved.config)), None
-        else:
-            with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # stdout is for the report alone
-                warnings.simplefilter("ignore", FutureWarning)  # of the libraries, to each other
-                done, loss = _run(resolved.config, stage, arguments, resume, now)
+    held.enter_context(lock(run))
+    last = state.read_state(run)
+    state.check_startable(run, last, plan.prints)
+    if last and last.state == "finished":
+        return Start(last, over=True)
+    resume = state.newest_complete(run)
+    now = state.running(plan.prints, _progress(resume)[0] if resume else 0, resume)
+    if resume and _is_over(resume):
+        done = dataclasses.replace(now, state="finished", checkpoint=_best_of(resume, plan.config))
         state.write_state(run, done)
-    if done.state == "stopped":
-        saved = f"{done.checkpoint} is saved" if done.checkpoint else "nothing was saved yet"
-        raise state.TrainingStopped(run, f"stopped at step {done.steps}; {saved}", "the same command goes on from here")
-    if loss is None:
-        return _report(run, done, changed=False, summary="already trained; nothing to do")
-    summary = f"trained {done.steps} steps, loss {loss:.4g}; {done.checkpoint}"
-    return _report(run, done, changed=True, summary=summary, train_loss=loss, seconds=time.monotonic() - began)
+        return Start(done, over=True)
+    return Start(now, resume)
 
 
-def _run(
-    config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], resume: Path | None, now: "TrainState"
-) -> tuple["TrainState", float]:
+def _run(plan: Plan, start: Start, peers: "Peers") -> tuple["TrainState", float]:
     """Load data and model, train, and say how it ended: the new state and the mean loss of the steps done here."""
     from transformers import PrinterCallback, set_seed
 
-    from tools.lora.adapters import INITIAL_ADAPTER, changes_base
     from tools.training.callbacks.chosen import chosen
-    from tools.training.callbacks.initial_adapter import require
-    from tools.training.lengths import require_room
-    from tools.training.model import check_quantization, load_tokenizer, prepare
-    from tools.training.precision import chosen_precision
+    from tools.training.loading import load, run_name
     from tools.training.state import write_state
     from tools.training.trainable import summary
 
-    if resume and changes_base(config.finetuning.init_lora_weights):
-        require(config.run_dir / INITIAL_ADAPTER)
-    check_quantization(config.model.quantization)
-    precision = chosen_precision(config)
-    logger.info("precision: %s", precision)
-    args = trainer_args(config, stage, arguments, precision)
-    tokenizer = load_tokenizer(config.model)
-    train_rows, eval_rows = _rows(config, stage, args, tokenizer)
-    decoder = stage.load_decoder(config.model, precision.weights)
-    if not config.model.quantization:
-        decoder = decoder.to(args.device)
-    for rows in filter(None, (train_rows, eval_rows)):
-        require_room(rows.longest, rows.place, decoder.config.get_text_config())
-    args.use_cache = decoder.config.get_text_config().use_cache  # or the Trainer would write its own into config.json
-
-    write_state(config.run_dir, now)  # what was wrong so far leaves the directory free
+    config, stage = plan.config, plan.stage
+    loaded = peers.agreed(lambda: load(config, stage, plan.arguments, start.resume), "the model and the rows")
+    args, tokenizer, datasets = loaded.args, loaded.tokenizer, (loaded.train_rows, loaded.eval_rows)
+    if peers.rank == 0:
+        write_state(config.run_dir, start.now)  # what was wrong so far leaves the directory free
     set_seed(args.seed)
-    shown = _calibration(config, train_rows.dataset, tokenizer)
-    model = prepare(decoder, config.finetuning, config.run_dir / INITIAL_ADAPTER, calibration=shown, resume=resume)
+    model = _prepared(config, loaded, start.resume, peers)
     logger.info("trained: %s", summary(model))
-    with chosen(config, _run_name(config), resumed=resume is not None) as told:
-        datasets = train_rows.dataset, eval_rows and eval_rows.dataset
+    with chosen(config, run_name(config), resumed=start.resume is not None) as told:
         model = stage.build_model(model, config.model)
         trainer = stage.build_trainer(model, args, *datasets, tokenizer, told.callbacks)
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
-        result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        result = trainer.train(resume_from_checkpoint=str(start.resume) if start.resume else None)
     stopped = told.stop.reason is not None and result.global_step < trainer.state.max_steps
     done = dataclasses.replace(
-        now,
+        start.now,
         state="stopped" if stopped else "finished",
         steps=result.global_step,
         checkpoint=_last_checkpoint(trainer, save=not stopped),
@@ -118,51 +155,20 @@ def _run(
     return done, result.training_loss
 
 
-def trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], precision: "Precision") -> Any:
-    """The stage's own config object: what the user wrote, over our defaults."""
-    import torch
+def _prepared(config: "TrainConfig", loaded: "Loaded", resume: Path | None, peers: "Peers") -> Any:
+    """The decoder as it is trained. An init that changes the base is computed by the first process and kept; the others
+    make theirs from what it has kept."""
+    from tools.lora.adapters import INITIAL_ADAPTER, changes_base
+    from tools.training.loading import calibration
+    from tools.training.model import prepare
 
-    from tools.training.config_rules import in_step
-
-    defaults = {
-        "bf16": precision.bf16 and not arguments.get("fp16"),
-        "fp16": precision.fp16 and not arguments.get("bf16"),
-        "use_cpu": not torch.accelerator.is_available(),
-        "disable_tqdm": not sys.stderr.isatty(),
-        "include_num_input_tokens_seen": "non_padding",
-        "logging_nan_inf_filter": False,
-        **in_step(arguments, config.data.eval_file is not None),
-    }
-    fixed = {**stage.DEFAULTS, "report_to": "none", "run_name": _run_name(config), "project": config.report.project}
-    try:
-        return stage.ARGUMENTS(**defaults | arguments | fixed)
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError("training", " ".join(str(error).split())) from error
-
-
-def _calibration(config: "TrainConfig", rows: Any, tokenizer: Any) -> Any:
-    """The rows that the adapter's init looks at, if it looks at any."""
-    from tools.training.config import FROM_DATA
-
-    if config.finetuning.method == "full" or config.finetuning.init_lora_weights not in FROM_DATA:
-        return None
-    from tools.training.calibration import Calibration
-
-    return Calibration(rows, tokenizer.pad_token_id, config.finetuning.calibration_rows)
-
-
-def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """The rows to train on and to evaluate on, the second None when no evaluation is asked for; reported in the log."""
-    is_evaluated = config.data.eval_file is not None or args.eval_strategy != "no"
-    loaded = [stage.load_rows(config.data, tokenizer, split) for split in ("train", "eval")[: 1 + is_evaluated]]
-    for split, rows in zip(("train", "eval"), loaded, strict=False):
-        for line in rows.report:
-            logger.info("%s: %s", split, line)
-    return loaded[0], loaded[1] if is_evaluated else None
-
-
-def _run_name(config: "TrainConfig") -> str:
-    return config.report.run_name or config.run_dir.name
+    folder = config.run_dir / INITIAL_ADAPTER
+    shown = calibration(config, loaded.train_rows, loaded.tokenizer)
+    is_kept = config.finetuning.method == "lora" and changes_base(config.finetuning.init_lora_weights)
+    each = peers.in_turn if is_kept and not resume else peers.agreed
+    return each(
+        lambda: prepare(loaded.decoder, config.finetuning, folder, calibration=shown, resume=resume), "the adapter"
+    )
 
 
 def _last_checkpoint(trainer: Any, *, save: bool) -> str | None:

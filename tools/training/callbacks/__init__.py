@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tools.training.callbacks.barrier import BarrierCallback
     from tools.training.callbacks.fix_valuehead import FixValueHeadModelCallback, fix_valuehead_checkpoint
     from tools.training.callbacks.gradient_norms import GradientNormsCallback
     from tools.training.callbacks.initial_adapter import InitialAdapterCallback
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tools.training.split_checkpoint import restore_valuehead_checkpoint
 
 __all__ = [
+    "BarrierCallback",
     "FixValueHeadModelCallback",
     "GradientNormsCallback",
     "InitialAdapterCallback",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BarrierCallback": "barrier",
     "FixValueHeadModelCallback": "fix_valuehead",
     "GradientNormsCallback": "gradient_norms",
     "InitialAdapterCallback": "initial_adapter",

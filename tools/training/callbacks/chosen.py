@@ -27,8 +27,14 @@ def chosen(config: "TrainConfig", run_name: str, *, resumed: bool = False) -> It
     A `resumed` run goes on where it was reported. Those that add to the metrics come before those that tell them. None
     of ours repairs a checkpoint: they keep what nobody could compute later.
     """
-    from tools.training.callbacks import LogCallback, ModelHookCallback, NonFiniteCallback, ReporterCallback
-    from tools.training.callbacks.stop import StopCallback
+    from tools.training.callbacks import (
+        BarrierCallback,
+        LogCallback,
+        ModelHookCallback,
+        NonFiniteCallback,
+        ReporterCallback,
+        StopCallback,
+    )
     from tools.training.callbacks.trackers import continued, tracker_callbacks
 
     with contextlib.ExitStack() as stack:
@@ -36,13 +42,15 @@ def chosen(config: "TrainConfig", run_name: str, *, resumed: bool = False) -> It
             stack.enter_context(continued(config.run_dir))
         trackers = tracker_callbacks(config.report.report_to, config.report.project, run_name)
         reporter = ReporterCallback(config.model_dump(), report_to=[tracker.name for tracker in trackers])
-        log, stop, finite = LogCallback(), StopCallback(), NonFiniteCallback()
+        wait_s = config.launch.timeout
+        log, stop, finite = LogCallback(), StopCallback(wait_s), NonFiniteCallback(wait_s)
         watching = _watching(config, stop)
         for each in (log, stop, finite, *watching):
             stack.callback(each.close)
         theirs = [own(each.path, each.args) for each in config.report.callbacks]
         measuring, telling = [finite, *_measuring(config)], [*trackers, log, reporter, *watching, ModelHookCallback()]
-        yield Chosen([*measuring, *telling, *_keeping(config), *_stopping(config), *theirs, stop], stop)
+        last = [*_stopping(config), *theirs, BarrierCallback(wait_s), stop]  # all others are waited for
+        yield Chosen([*measuring, *telling, *_keeping(config), *last], stop)
 
 
 def own(path: str, args: dict[str, Any]) -> Any:

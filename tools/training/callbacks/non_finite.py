@@ -9,8 +9,10 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from tools.checkpoint.errors import CheckpointError
+from tools.training.ranks import Peers, peers
 
 FOLDER = "non_finite"
+FINE, GRADIENT, LOSS = 0, 1, 2  # what a step shows in one process; in several, what says most counts
 Batch = dict[str, Any]
 
 
@@ -22,33 +24,45 @@ class NonFiniteCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     is kept. With fp16 training, whose scaling makes infinite gradients on purpose, only the loss is checked.
 
     The loss is looked at when the Trainer has waited for it anyway. `close` takes the hook off the model.
+
+    In several processes each keeps its own batch, its number in the name, and all end with the same error: they are
+    told of each other at the end of the step, and wait for each other for up to `timeout_s`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 1800) -> None:
+        self.timeout_s = timeout_s
+        self._peers: Peers | None = None
+        self._found: CheckpointError | None = None
         self._batches: list[Batch] = []
         self._results: list[Any] = []
         self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self.close()
+        self._peers = peers(Path(args.output_dir), self.timeout_s)
         self._hook = model.register_forward_hook(self._note, with_kwargs=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._batches, self._results = [], []
+        self._batches, self._results, self._found = [], [], None
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._check_loss(args, state.global_step + 1)
+        self._found = self._found or self._bad_loss(args, state.global_step + 1)
+        if self._found and self._is_alone:
+            raise self._found
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        assert self._peers is not None
         step = state.global_step + 1
-        self._check_loss(args, step)
-        if args.fp16:
+        found = self._found or self._bad_loss(args, step)
+        kind = LOSS if found else FINE
+        if not found and not args.fp16:
+            found = self._bad_gradient(args, step, model)
+            kind = GRADIENT if found else FINE
+        worst = self._peers.largest(kind, f"the gradients of step {step}")
+        if worst == FINE:
             return
-        named = ((name, one.grad) for name, one in model.named_parameters() if one.grad is not None)
-        name, gradient = next(named, ("", None))  # a loss that is no number spoils every gradient
-        if gradient is not None and not torch.isfinite(gradient).all():
-            where = [_save(args, step, number, batch) for number, batch in enumerate(self._batches, 1)]
-            raise _refused(args, f"the gradient of {name} in step {step} is not finite", where)
+        told = self._peers.gathered(found if kind == worst else None, f"the gradients of step {step}")
+        raise next(error for error in told if error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
@@ -64,15 +78,27 @@ class NonFiniteCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._batches.append({**{f"argument_{n}": value for n, value in enumerate(args)}, **kwargs})
             self._results.append(_result(output))
 
-    def _check_loss(self, args: Any, step: int) -> None:
-        """Only the newest: those before were checked in their turn."""
+    @property
+    def _is_alone(self) -> bool:
+        return self._peers is None or self._peers.group is None
+
+    def _bad_loss(self, args: Any, step: int) -> CheckpointError | None:
+        """Only the newest is looked at: those before were in their turn."""
         result = self._results[-1] if self._results else None
-        if result is not None and not torch.isfinite(result).all():
-            number = len(self._results)
-            what = (
-                f"the loss of step {step} is {result.item()}" if result.numel() == 1 else f"step {step} gives no number"
-            )
-            raise _refused(args, what, [_save(args, step, number, self._batches[-1])])
+        if result is None or torch.isfinite(result).all():
+            return None
+        number = len(self._results)
+        what = f"the loss of step {step} is {result.item()}" if result.numel() == 1 else f"step {step} gives no number"
+        return _refused(args, what, [_save(args, step, number, self._batches[-1])])
+
+    def _bad_gradient(self, args: Any, step: int, model: Any) -> CheckpointError | None:
+        """A loss that is no number spoils every gradient, so the first is enough."""
+        named = ((name, one.grad) for name, one in model.named_parameters() if one.grad is not None)
+        name, gradient = next(named, ("", None))
+        if gradient is None or torch.isfinite(gradient).all():
+            return None
+        where = [_save(args, step, number, batch) for number, batch in enumerate(self._batches, 1)]
+        return _refused(args, f"the gradient of {name} in step {step} is not finite", where)
 
 
 def _result(output: Any) -> Any:

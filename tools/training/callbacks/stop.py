@@ -10,10 +10,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from tools.training.ranks import Peers, peers
+
 logger = logging.getLogger(__name__)
 
 STOP_FILE = "stop"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BY_FILE = 1000  # beyond the numbers of signals
 
 
 class StopCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
@@ -22,15 +25,23 @@ class StopCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     The handlers are installed while training runs, in the main thread only; a second signal acts as it would without
     this callback. If training raises, call `close` to put the previous handlers back.
+
+    Several processes stop after the same step, whichever of them was asked; the first looks for the file, and each
+    waits for the others for up to `timeout_s`. There it is for the launcher to end those that take too long: any
+    further signal is taken for the first one, come by another way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 1800) -> None:
+        self.timeout_s = timeout_s
         self.reason: str | None = None
+        self._asked = 0  # by this signal, which the other processes may not have had
+        self._peers: Peers | None = None
         self._saved_step = -1
         self._previous: dict[signal.Signals, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.reason = None
+        self.reason, self._asked = None, 0
+        self._peers = peers(Path(args.output_dir), self.timeout_s)
         self._saved_step = state.global_step  # what was just loaded needs no second save
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -60,16 +71,23 @@ class StopCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._previous = {}
 
     def _stop_if_asked(self, args: Any, state: Any, control: Any) -> None:
-        file = Path(args.output_dir) / STOP_FILE
-        if self.reason is None and file.exists():
-            self.reason = f"the file {file}"
+        assert self._peers is not None
+        file, is_first = Path(args.output_dir) / STOP_FILE, self._peers.rank == 0
+        if self.reason is None:
+            asked = self._asked or (BY_FILE if is_first and file.exists() else 0)
+            asked = self._peers.largest(asked, f"the end of step {state.global_step}")
+            if asked:
+                self.reason = f"the file {file}" if asked == BY_FILE else signal.Signals(asked).name
         if self.reason is None or control.should_training_stop:
             return
         logger.info("asked to stop by %s: saving step %d", self.reason, state.global_step)
         control.should_training_stop = True
         control.should_save = control.should_save or state.global_step > self._saved_step
-        file.unlink(missing_ok=True)
+        if is_first:
+            file.unlink(missing_ok=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
-        self.close()
+        self._asked = number
+        if self._peers is None or self._peers.group is None:
+            self.reason = signal.Signals(number).name
+            self.close()

@@ -53,11 +53,18 @@ class RewardTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         self._rewards[f"{side}/accuracies"].append((chosen > rejected).float().mean().item())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the mean of the rewards since the last log; those of an evaluation go to its own row."""
+        """Add the mean of the rewards since the last log; those of an evaluation go to its own row.
+
+        It is that of all processes, so that all of them find the same model the best.
+        """
         evaluated = any(name.startswith("eval_") for name in logs)
         for name in [name for name in self._rewards if name.startswith("eval_") == evaluated]:
             values = self._rewards.pop(name)
-            logs[name] = sum(values) / len(values)
+            total, count = sum(values), float(len(values))
+            if self.args.world_size > 1:
+                among_all = torch.tensor([total, count], dtype=torch.float64, device=self.args.device)
+                total, count = self.accelerator.reduce(among_all).tolist()
+            logs[name] = total / count
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
