@@ -22,7 +22,7 @@ LIMITS: dict[str, tuple[float, bool, float]] = {
     **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps"), (1, True, 2**31)),
     **dict.fromkeys(("save_steps", "eval_steps", "logging_steps"), (0, False, 2**53)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, True, 1 - 1e-9)),
-    **dict.fromkeys(("label_smoothing_factor", "warmup_ratio"), (0, True, 1)),
+    **dict.fromkeys(("label_smoothing_factor",), (0, True, 1)),
     **dict.fromkeys(("seed", "data_seed"), (0, True, 2**32 - 1)),
     "save_total_limit": (1, True, math.inf),
 }
@@ -185,6 +185,12 @@ def _length(resolved: "Resolved", training: Training) -> Iterator[Problem]:
         yield "training.num_train_epochs", "is 0: nothing would be trained", "write 1, or set training.max_steps"
 
 
+def _resumable(resolved: "Resolved", training: Training) -> Iterator[Problem]:
+    if training.get("save_only_model"):
+        problem = "leaves out what a run that was stopped or killed goes on with"
+        yield "training.save_only_model", problem, "set it to false; training.save_total_limit saves room"
+
+
 def in_step(training: Training, has_eval_rows: bool) -> dict[str, Any]:
     """When to evaluate and when to save, where only one of both was given: the same for both.
 
@@ -212,5 +218,5 @@ _RULES: tuple[Callable[["Resolved"], Iterator[Problem]], ...] = (
     *(_sampling, _quantized, _adapter, _early_stopping, _samples),
 )
 _TRAINING_RULES: tuple[Callable[["Resolved", Training], Iterator[Problem]], ...] = (
-    *(_precision, _evaluation, _in_step, _length),
+    *(_precision, _evaluation, _in_step, _length, _resumable),
 )
