@@ -49,7 +49,7 @@ def run(
 
     Its stderr is appended to `log`. Each line of either stream reaches its function within half a second, and
     `on_tick` is called as often. Whatever is raised meanwhile (a cancelled flow, Ctrl-C, a time-out) first stops the
-    child's group: SIGTERM, up to `grace_s` for a last save, SIGKILL.
+    child: SIGTERM, up to `grace_s` for a last save, SIGKILL for its whole group.
     """
     with (
         log.open("ab") as stderr,

@@ -15,7 +15,10 @@ POLL_S = 0.2
 
 
 def main(parent: int, grace_s: float, command: list[str]) -> int:
-    """Run `command` to its end; on SIGTERM, or once `parent` is gone, stop its whole group within `grace_s`."""
+    """Run `command` to its end; on SIGTERM, or once `parent` is gone, stop it, and its whole group after `grace_s`.
+
+    SIGTERM is for the command alone: its workers must live while it saves.
+    """
     asked = False
 
     def on_sigterm(*_: object) -> None:
@@ -29,7 +32,7 @@ def main(parent: int, grace_s: float, command: list[str]) -> int:
     while (code := _poll(child)) is None:
         if stopping_since is None and (asked or os.getppid() != parent):
             stopping_since = time.monotonic()
-            os.killpg(0, signal.SIGTERM)
+            child.send_signal(signal.SIGTERM)
         if stopping_since is not None and time.monotonic() - stopping_since > grace_s:
             os.killpg(0, signal.SIGKILL)
     return code if code >= 0 else 128 - code

@@ -16,7 +16,7 @@ from tools.checkpoint.report import Report
 from tools.training.state import TrainingStopped
 
 COMMAND = (sys.executable, "-m", "tools", "train")
-ERROR = "error: "
+TRACEBACK = "Traceback (most recent call last):"
 LAST_LINES, LINE_LENGTH = 3, 200
 
 
@@ -70,10 +70,21 @@ def _failure(code: int, run: Path, written: Sequence[str]) -> CheckpointError:
     kind = {CheckpointBusy.exit_code: CheckpointBusy, TrainingStopped.exit_code: TrainingStopped}.get(
         code, TrainingFailed
     )
-    if errors := [line.removeprefix(ERROR) for line in written if line.startswith(ERROR)]:
+    signal = child.killed_by(code)
+    if not signal and (errors := _errors(written, f"{kind.label}: ")):
         first, *others = [line.partition(": ")[::2] for line in errors]
         return kind(*first, others=tuple(CheckpointError(*each) for each in others))
-    signal = child.killed_by(code)
     end = f"was killed by {signal}" if signal else f"ended with exit code {code}"
     said = " | ".join(line.strip()[:LINE_LENGTH] for line in written[-LAST_LINES:])
     return kind(run, f"training {end}; its last lines: {said}", f"see {run / 'train.out'}")
+
+
+def _errors(written: Sequence[str], label: str) -> list[str]:
+    """The last lines in a row that begin with `label`, unless a traceback follows them: those are of a library."""
+    errors: list[str] = []
+    for line, before in zip(written, ("", *written), strict=False):
+        if line == TRACEBACK or (line.startswith(label) and not before.startswith(label)):
+            errors = []
+        if line.startswith(label):
+            errors.append(line.removeprefix(label))
+    return errors

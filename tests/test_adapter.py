@@ -116,6 +116,38 @@ def test_c5_a_layer_that_is_not_there_is_refused_with_those_that_are(untied: Pat
     assert "the model has no module score" in refusal(untied, modules_to_save=["score"])
 
 
+ADAPTED = "there are q_proj (2), k_proj (2), v_proj (2), o_proj (2), gate_proj (2), up_proj (2), down_proj (2)"
+
+
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_c5_a_pattern_that_no_layer_has_is_refused_with_those_there_are(untied: Path, pattern: str) -> None:
+    said = f"finetuning.{pattern}: nope matches no layer that gets an adapter; {ADAPTED}"
+    assert refusal(untied, **{pattern: {"q_proj": 4, "nope": 2}}) == said
+    assert "q_proj matches no layer" in refusal(untied, target_modules=["v_proj"], **{pattern: {"q_proj": 2}})
+    assert refusal(untied, **{pattern: {"(q": 2}}).startswith(f"finetuning.{pattern}: (q is no regex: ")
+
+
+def test_c5_layers_to_leave_out_that_are_not_there_are_refused(untied: Path) -> None:
+    said = f"finetuning.exclude_modules: nope is none of the layers that get an adapter; {ADAPTED}"
+    assert refusal(untied, exclude_modules=["q_proj", "nope"]) == said
+    assert refusal(untied, exclude_modules="nope") == said
+    assert "self_attn is none of the layers" in refusal(untied, exclude_modules=["self_attn"])  # PEFT takes no part
+    assert "finetuning.exclude_modules: (q is no regex" in refusal(untied, exclude_modules="(q")
+
+
+@pytest.mark.parametrize(("init", "most"), [("pissa", 8), ("pissa_niter_4", 8), ("olora", 8), ("lora_ga", 4)])
+def test_c5_a_rank_that_a_layer_has_not_is_refused_before_training(untied: Path, init: str, most: int) -> None:
+    """PEFT makes tensors of a smaller rank than the config says, which nothing loads again."""
+    layer = "model.layers.0.self_attn.k_proj of 8 x 16"
+    said = f"finetuning.r: {most + 1} is more than {init} finds in {layer}; write {most} at most, or exclude the layer"
+    assert refusal(untied, init_lora_weights=init, r=most + 1) == said
+    by_pattern = refusal(untied, init_lora_weights=init, r=2, rank_pattern={"k_proj": most + 1})
+    assert by_pattern == said.replace("finetuning.r", "finetuning.rank_pattern")
+    model = outline(ModelArguments(model_name_or_path=str(untied)), "float32")
+    check_targets(model, FinetuningArguments(init_lora_weights=init, r=most))
+    check_targets(model, FinetuningArguments(init_lora_weights=True, r=100))
+
+
 def test_c5_names_may_be_written_as_one_text(untied: Path, tmp_path: Path) -> None:
     train(write_run(tmp_path, untied), ["finetuning.target_modules=q_proj, v_proj", "max_steps=1"])
     names = load_file(tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors")

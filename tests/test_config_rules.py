@@ -93,6 +93,10 @@ TOGETHER = [
         "training.save_steps is 10 and training.eval_steps 4; the best model can be loaded only if it was saved; "
         "write a multiple of 4",
     ),
+    (
+        ["save_only_model=true"],
+        "training.save_only_model leaves out what a run that was stopped or killed goes on with",
+    ),
     (["temperature=0.7"], "generating.temperature is read only when tokens are drawn; add generating.do_sample: true"),
     (["quantization=4bit", "method=full"], "model.quantization 4bit is for a base that is not trained"),
     (
@@ -120,30 +124,56 @@ def test_c1_values_that_exclude_each_other_are_refused_in_words(config, override
 
 
 def test_c1_every_limit_is_of_a_field_that_exists():
-    gone = LIMITS.keys() - SFTConfig.__dataclass_fields__.keys()
-    assert gone <= {"warmup_ratio"}  # of older versions of transformers
+    assert LIMITS.keys() <= SFTConfig.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"logging_steps": 7},
+        {"save_steps": 10},
+        {"save_steps": 0.3},
+        {"load_best_model_at_end": True},
+        {"load_best_model_at_end": True, "logging_steps": 7},
+        {"load_best_model_at_end": True, "save_steps": 10},
+        {"load_best_model_at_end": True, "eval_steps": 10},
+        {"save_strategy": "epoch", "load_best_model_at_end": True},
+        {"eval_strategy": "epoch", "load_best_model_at_end": True},
+        {"eval_strategy": "steps", "load_best_model_at_end": True},
+        {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True},
+        {"eval_strategy": "steps"},
+        {"save_strategy": "no"},
+    ],
+)
+def test_b3_evaluating_and_saving_are_kept_in_step(training):
+    args = SFTConfig(output_dir="unused", use_cpu=True, **training | in_step(training, has_eval_rows=True))
+    assert args.eval_strategy == args.save_strategy
+    assert args.eval_strategy != "steps" or args.eval_steps == args.save_steps
+    assert in_step(training, has_eval_rows=False) == {}
 
 
 @pytest.mark.parametrize(
     ("training", "beside"),
     [
-        ({}, {"eval_strategy": "steps"}),
-        ({"save_steps": 10}, {"eval_strategy": "steps", "eval_steps": 10}),
-        ({"save_strategy": "epoch", "load_best_model_at_end": True}, {"eval_strategy": "epoch"}),
-        ({"eval_strategy": "epoch", "load_best_model_at_end": True}, {"save_strategy": "epoch"}),
-        (
-            {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True},
-            {"save_strategy": "steps", "save_steps": 5},
-        ),
         ({"eval_strategy": "epoch"}, {}),
-        ({"save_strategy": "no"}, {}),
-        ({"save_strategy": "epoch", "eval_strategy": "steps"}, {}),
+        ({"save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 5}, {}),
+        ({"save_steps": 20, "eval_steps": 5}, {"eval_strategy": "steps"}),
+        ({"save_strategy": "best"}, {"eval_strategy": "epoch"}),
+        ({"save_strategy": "best", "eval_steps": 5}, {"eval_strategy": "steps"}),
+        ({"save_strategy": "best", "load_best_model_at_end": True}, {"eval_strategy": "epoch"}),
     ],
 )
-def test_b3_evaluating_and_saving_are_kept_in_step(training, beside):
+def test_b3_what_is_given_stays_as_it_is(training, beside):
     assert in_step(training, has_eval_rows=True) == beside
-    assert in_step(training, has_eval_rows=False) == {}
     SFTConfig(output_dir="unused", use_cpu=True, **training, **beside)
+
+
+def test_b3_a_part_of_a_run_may_be_a_multiple_of_another(config):
+    best = ["load_best_model_at_end=true", "save_steps=0.3"]
+    arguments = trainer_arguments(load_config(config, [*best, "eval_steps=0.1"], {}), SFTConfig)
+    SFTConfig(use_cpu=True, **arguments | in_step(arguments, has_eval_rows=True))
+    assert "training.save_steps is 0.3 and training.eval_steps 0.2" in refusal(config, *best, "eval_steps=0.2")
 
 
 HOSTILE = {

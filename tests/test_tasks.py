@@ -138,6 +138,29 @@ below.wait()
     assert until(lambda: not any(map(is_alive, pids)))
 
 
+def test_an_interrupt_lets_training_save_whose_rows_come_from_workers(config):
+    run = config.parent / "run"
+    run.mkdir()
+    log = run / "train_log.jsonl"
+    said = []
+
+    def on_tick() -> None:
+        if log.exists() and log.read_text().count("\n") > 2:
+            raise Interrupted
+
+    options = ["max_steps=5000", "save_steps=5000", "dataloader_num_workers=2", "dataloader_persistent_workers=true"]
+    with pytest.raises(Interrupted):
+        child.run(
+            [*train.COMMAND, str(config), *options],
+            log=run / "train.out",
+            on_stdout=print,
+            on_stderr=said.append,
+            on_tick=on_tick,
+        )
+    assert said[-1].startswith("stopped: "), said[-3:]
+    assert list(run.glob("checkpoint-*"))
+
+
 def test_a_child_whose_run_was_killed_still_saves_and_ends(tmp_path):
     log = tmp_path / "train.out"
     parent = subprocess.Popen(
@@ -180,8 +203,16 @@ SAYS_WHY = "sys.stderr.write('error: sft.yaml:3: unknown key rank; did you mean 
 @pytest.mark.parametrize(
     ("code", "error", "message"),
     [
-        (SAYS_WHY + "sys.exit(4)", TrainingStopped, "^sft.yaml:3"),
         ("sys.exit(4)", TrainingStopped, "exit code 4"),
+        ("sys.stderr.write('stopped: run: at step 3\\n'); sys.exit(4)", TrainingStopped, "^run: at step 3$"),
+        (SAYS_WHY + "raise KeyError('prompt')", train.TrainingFailed, "its last lines: .* KeyError: 'prompt'"),
+        (SAYS_WHY + "sys.stderr.flush(); os.kill(os.getpid(), 9)", train.TrainingFailed, "was killed by SIGKILL"),
+        (SAYS_WHY + "print('error: run: b', file=sys.stderr); sys.exit(1)", train.TrainingFailed, "^sft.*\nrun: b$"),
+        (
+            SAYS_WHY + "print('x\\nerror: run: b\\ny', file=sys.stderr); sys.exit(1)",
+            train.TrainingFailed,
+            "^run: b$",
+        ),
         (SAYS_WHY + "sys.exit(1)", train.TrainingFailed, "^sft.yaml:3: unknown key rank; did you mean r?"),
         (SAYS_WHY + "sys.exit(3)", CheckpointBusy, "^sft.yaml:3"),
         ("raise KeyError('prompt')", train.TrainingFailed, "exit code 1; its last lines: .* KeyError: 'prompt'"),
@@ -203,6 +234,12 @@ def test_progress_is_the_last_complete_row_of_the_log(tmp_path):
     log.write_text('{"current_steps": 1}\n{"current_steps": 2, "total_steps": 8, "loss": 0.5}\n{"curr')
     row = progress.last_row(log)
     assert progress.describe(row) == "step 2 of 8, loss 0.5000"
+
+
+def test_a_row_may_be_of_any_length(tmp_path):
+    log = tmp_path / "train_log.jsonl"
+    log.write_text(f'{{"current_steps": 1}}\n{{"current_steps": 2, "text": "{"x" * 100_000}"}}\n')
+    assert progress.last_row(log)["current_steps"] == 2
 
 
 @pytest.mark.parametrize("name", ["fix_valuehead", "convert_pissa", "bundle_processor", "verify"])

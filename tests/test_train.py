@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -13,12 +14,13 @@ import pytest
 import torch
 from characters import ROWS
 from peft import PeftModel
-from runs import assert_same, forget_after, reward, run_in, weights
+from runs import assert_same, forget_after, reward, run_in, weights, write_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tools import logits
 from tools.checkpoint.errors import CheckpointBusy, CheckpointError
+from tools.checkpoint.journal import lock
 from tools.training import state, value_head
 from tools.training.callbacks import initial_adapter
 from tools.training.collate import PairCollator
@@ -35,6 +37,14 @@ METHODS = {
     "reward full": ["finetuning.stage=reward", "finetuning.method=full"],
     "reward pissa": ["finetuning.stage=reward", "finetuning.init_lora_weights=pissa_niter_4"],
 }
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, for tests that only look at it."""
+    config = write_config(base, tmp_path_factory.mktemp("trained"))
+    train(config)
+    return config.parent / "run"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -193,21 +203,39 @@ def test_checkpoints_of_somebody_else_are_refused(config: Path) -> None:
 
 
 def test_a_run_that_is_trained_by_another_process_is_busy(config: Path) -> None:
+    run = config.parent / "run"
+    run.mkdir()
+    with lock(run), pytest.raises(CheckpointBusy, match=f"another process is changing it .*{os.getpid()}"):
+        train(config)
+
+
+def test_a_process_of_that_number_does_not_count(config: Path) -> None:
+    """The run may have been trained on another host, or in another container."""
     train(config)
     file = config.parent / "run" / ".burnish" / "train.json"
     written = json.loads(file.read_text())
     file.write_text(json.dumps({**written, "state": "running", "pid": os.getppid()}))
-    with pytest.raises(CheckpointBusy, match=f"process {os.getppid()} is training"):
-        train(config)
-
-
-def test_a_process_that_only_has_the_number_does_not_count(config: Path) -> None:
-    train(config)
-    file = config.parent / "run" / ".burnish" / "train.json"
-    written = json.loads(file.read_text())
-    long_ago = {"state": "running", "pid": os.getppid(), "started": "2001-01-01T00:00:00+00:00"}
-    file.write_text(json.dumps({**written, **long_ago}))
     assert not train(config).changed
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ({"state": "done"}, "state: Input should be 'running', 'stopped' or 'finished'"),
+        ({"pid": "x"}, "pid: Input should be a valid integer"),
+        ({"fingerprint": None}, "fingerprint: Input should be"),
+        ({"more": 1}, "more: Unexpected keyword argument"),
+        (None, "Invalid JSON"),
+    ],
+)
+def test_a_damaged_state_is_one_line(tmp_path: Path, damage: dict[str, Any] | None, reason: str) -> None:
+    state.write_state(tmp_path, state.running({}, 0, None))
+    file = tmp_path / ".burnish" / "train.json"
+    assert state.read_state(tmp_path) is not None
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage) if damage else "{")
+    with pytest.raises(CheckpointError, match=re.escape(f"{file}: not the state of a run ({reason}")) as caught:
+        state.read_state(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("damage", ["no trainer_state.json", "cut short", "is not there"])
@@ -230,6 +258,24 @@ def test_fi_16_an_incomplete_checkpoint_is_skipped_with_its_reason(
         (newest / "model.safetensors").unlink()
     assert state.newest_complete(run) == run / "checkpoint-8"  # by number: 8 before 10
     assert any("checkpoint-10" in record.message and damage in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("damage", ["gone", "cut short", "zeros"])
+def test_a_checkpoint_that_training_could_not_go_on_from_is_skipped_with_its_reason(
+    trained: Path, tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "copy"))
+    file = run / "checkpoint-6" / name
+    size = file.stat().st_size
+    if damage == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, size // 2 if damage == "cut short" else 0)
+        os.truncate(file, size // 2 if damage == "cut short" else size)
+    assert state.newest_complete(run) == run / "checkpoint-4"
+    reason = f"no {name.replace('.pth', '')}" if damage == "gone" else f"{name} is damaged"
+    assert f"checkpoint-6 is not resumed from: {reason}" in caplog.text
 
 
 def test_stdout_is_left_for_the_report(config: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ LIMITS: dict[str, tuple[float, bool, float]] = {
     **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps"), (1, True, 2**31)),
     **dict.fromkeys(("save_steps", "eval_steps", "logging_steps"), (0, False, 2**53)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, True, 1 - 1e-9)),
-    **dict.fromkeys(("label_smoothing_factor", "warmup_ratio"), (0, True, 1)),
+    **dict.fromkeys(("label_smoothing_factor",), (0, True, 1)),
     **dict.fromkeys(("seed", "data_seed"), (0, True, 2**32 - 1)),
     "save_total_limit": (1, True, math.inf),
 }
@@ -191,9 +191,14 @@ def _in_step(resolved: "Resolved", training: Training) -> Iterator[Problem]:
     elif save and evaluate and save not in (evaluate, "best"):
         yield "training.save_strategy", f"is {save} and training.eval_strategy {evaluate}; {why}", "make them the same"
     steps, every = training.get("save_steps"), training.get("eval_steps")
-    if steps and every and "steps" in (save, evaluate) and steps % every:
+    if steps and every and {save, evaluate} <= {None, "steps"} and not _is_whole(steps / every):
         problem = f"is {steps:g} and training.eval_steps {every:g}; the best model can be loaded only if it was saved"
         yield "training.save_steps", problem, f"write a multiple of {every:g}"
+
+
+def _is_whole(quotient: float) -> bool:
+    """Whether it is a whole number but for what floats lose: 0.3 / 0.1 is."""
+    return math.isclose(quotient, max(1, round(quotient)), rel_tol=1e-9)
 
 
 def _length(resolved: "Resolved", training: Training) -> Iterator[Problem]:
@@ -201,21 +206,36 @@ def _length(resolved: "Resolved", training: Training) -> Iterator[Problem]:
         yield "training.num_train_epochs", "is 0: nothing would be trained", "write 1, or set training.max_steps"
 
 
+def _resumable(resolved: "Resolved", training: Training) -> Iterator[Problem]:
+    if training.get("save_only_model"):
+        problem = "leaves out what a run that was stopped or killed goes on with"
+        yield "training.save_only_model", problem, "set it to false; training.save_total_limit saves room"
+
+
 def in_step(training: Training, has_eval_rows: bool) -> dict[str, Any]:
     """When to evaluate and when to save, where only one of both was given: the same for both.
 
-    Rows to evaluate on that nobody says when to use are used whenever a checkpoint is saved.
+    Rows to evaluate on that nobody says when to use are used whenever a checkpoint is saved; where only the best is
+    saved, at each epoch. Steps to evaluate at are always among it, or transformers would take `logging_steps`.
     """
-    if not has_eval_rows or {"eval_strategy", "save_strategy"} <= training.keys():
+    from transformers import TrainingArguments
+
+    if not has_eval_rows:
         return {}
-    given, other = ("save", "eval") if "eval_strategy" not in training else ("eval", "save")
-    if other == "save" and not training.get("load_best_model_at_end"):
-        return {}
-    strategy = _strategy(training, given) or "steps"
-    if strategy in ("no", "best"):
-        return {f"{other}_strategy": "epoch"} if training.get("load_best_model_at_end") else {}
-    steps = training.get(f"{given}_steps")
-    return {f"{other}_strategy": strategy} | ({f"{other}_steps": steps} if steps and strategy == "steps" else {})
+    added: dict[str, Any] = {}
+    save, evaluate = _strategy(training, "save"), _strategy(training, "eval")
+    steps, every = training.get("save_steps"), training.get("eval_steps")
+    needs_save = training.get("load_best_model_at_end")
+    if evaluate is None:
+        at_best = "steps" if every else "epoch"
+        evaluate = added["eval_strategy"] = at_best if save == "best" else save or "steps"
+    if save is None and needs_save:
+        save = added["save_strategy"] = evaluate
+    if evaluate == "steps" and not every:
+        added["eval_steps"] = steps or TrainingArguments.save_steps
+    if save == evaluate == "steps" and needs_save and not steps:
+        added["save_steps"] = every or TrainingArguments.save_steps
+    return added
 
 
 def _strategy(training: Training, which: str) -> str | None:
@@ -228,5 +248,5 @@ _RULES: tuple[Callable[["Resolved"], Iterator[Problem]], ...] = (
     *(_sampling, _quantized, _adapter, _early_stopping, _samples, _processes),
 )
 _TRAINING_RULES: tuple[Callable[["Resolved", Training], Iterator[Problem]], ...] = (
-    *(_sharded, _precision, _evaluation, _in_step, _length),
+    *(_sharded, _precision, _evaluation, _in_step, _length, _resumable),
 )

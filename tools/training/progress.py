@@ -5,15 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LONGEST_ROW_BYTES = 65536
+USUAL_BYTES = 65536  # that hold the last row
 
 
 def last_row(log: Path) -> dict[str, Any] | None:
     """The last complete row; the file is opened anew, since a training that starts again replaces it."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - LONGEST_ROW_BYTES))
+            begin = max(0, file.seek(0, 2) - USUAL_BYTES)
+            file.seek(begin)
             lines = file.read().split(b"\n")
+            if begin and len(lines) < 3:  # not one whole row
+                file.seek(0)
+                lines = file.read().split(b"\n")
     except FileNotFoundError:
         return None
     row: dict[str, Any] | None = json.loads(lines[-2]) if len(lines) > 1 else None

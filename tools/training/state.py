@@ -3,13 +3,14 @@
 import json
 import logging
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from tools.checkpoint.errors import CheckpointBusy, CheckpointError
+from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.files import fsync_folder, write_synced
 from tools.checkpoint.layout import Checkpoint, checkpoints_in
 from tools.lora.adapters import INITIAL_ADAPTER
@@ -17,6 +18,8 @@ from tools.lora.adapters import INITIAL_ADAPTER
 logger = logging.getLogger(__name__)
 
 STATE_FILE = Path(".burnish") / "train.json"
+# What the Trainer goes on with besides the weights; without one of them it begins anew there, and does not say so.
+_GOES_ON_WITH = ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
 
 
 class TrainingStopped(CheckpointError):
@@ -37,18 +40,24 @@ class TrainState:
     started: str
     checkpoint: str | None
 
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
 
 def read_state(run: Path) -> TrainState | None:
     """The state of a run, None when it never started. Raises CheckpointError for a file that is no state."""
+    from pydantic import TypeAdapter, ValidationError
+
     file = run / STATE_FILE
     try:
-        return TrainState(**json.loads(file.read_text(encoding="utf-8")))
+        return TypeAdapter(TrainState).validate_json(file.read_bytes(), strict=True)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = ": ".join(map(str, (*first["loc"], first["msg"])))
         raise CheckpointError(
-            file, f"not the state of a run ({error})", "choose another output_dir, or remove this one"
-        ) from error
+            file, f"not the state of a run ({reason})", "choose another output_dir, or remove this one"
+        ) from None
 
 
 def write_state(run: Path, state: TrainState) -> None:
@@ -68,15 +77,13 @@ def running(fingerprint: Mapping[str, str], steps: int, checkpoint: Path | None)
 
 
 def check_startable(run: Path, last: TrainState | None, fingerprint: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless this process may train in `run`, CheckpointBusy while another one does."""
+    """Raise CheckpointError unless a run of this configuration may be in `run`, whose lock this process holds."""
     if last is None:
         if run.is_dir() and (found := checkpoints_in(run)):
             problem = f"holds {found[-1].name}, but not the {STATE_FILE} of a run of Burnish"
             raise CheckpointError(run, problem, "choose another output_dir, or move the checkpoints away")
         return
     if last.state == "running" and last.pid != os.getpid():
-        if _alive(last):
-            raise CheckpointBusy(run, f"process {last.pid} is training here since {last.started}", "wait, or stop it")
         logger.info("%s: process %d, which trained here, is gone; going on from what it saved", run, last.pid)
     keys = sorted(last.fingerprint.keys() | fingerprint.keys())
     differ = [key for key in keys if last.fingerprint.get(key) != fingerprint.get(key)]
@@ -98,7 +105,8 @@ def _set_aside(folder: Path) -> None:
 def newest_complete(run: Path) -> Path | None:
     """The checkpoint with the highest number that is whole; each one that is not is named in the log with the reason.
 
-    Whole means: trainer_state.json, written last, is there, and every weight file has its full length.
+    Whole means: trainer_state.json is there, every weight file has its full length, and optimizer, learning-rate
+    schedule and random numbers can be gone on with.
     """
     for checkpoint in reversed(checkpoints_in(run) if run.is_dir() else ()):
         reason = _missing_part(checkpoint)
@@ -113,18 +121,14 @@ def _missing_part(checkpoint: Path) -> str | None:
         opened = Checkpoint.open(checkpoint)
         if opened.read_json("trainer_state.json") is None:
             return "no trainer_state.json, so the save was cut short"
-        return None if opened.weights else "no weights"
+        if not opened.weights:
+            return "no weights"
     except CheckpointError as error:
         return str(error)
-
-
-def _alive(last: TrainState) -> bool:
-    """Whether the process that wrote the state still runs; another one may have got its number since."""
-    import psutil
-
-    try:
-        process = psutil.Process(last.pid)
-        is_older = process.create_time() <= datetime.fromisoformat(last.started).timestamp() + 1
-        return is_older and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    for name in (*_GOES_ON_WITH, "scaler.pt"):
+        files = sorted(checkpoint.glob(name))
+        if not files and name in _GOES_ON_WITH:
+            return f"no {name.replace('*', '')}, so training could not go on as it was"
+        if damaged := [file.name for file in files if not zipfile.is_zipfile(file)]:  # torch.save writes a zip file
+            return f"{damaged[0]} is damaged"
+    return None

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
+from tools.lora.adapters import changes_base
 from tools.training.config import FinetuningArguments
 
 ALL_LINEAR = "all-linear"
@@ -31,6 +32,10 @@ def check_targets(decoder: Any, finetuning: FinetuningArguments) -> None:
             raise CheckpointError("finetuning.modules_to_save", problem, f"there are {_others(decoder)}")
     _check_parameters(decoder, finetuning.target_parameters or [])
     _check_tied(decoder, finetuning)
+    _check_excluded(decoder, finetuning)
+    _check_patterns(decoder, finetuning)
+    if changes_base(finetuning.init_lora_weights):
+        _check_ranks(decoder, finetuning)
 
 
 def targets(finetuning: FinetuningArguments) -> str | list[str]:
@@ -78,6 +83,76 @@ def _check_parameters(decoder: Any, names: list[str]) -> None:
             raise CheckpointError(
                 "finetuning.target_parameters", f"the model has no parameter {name}", f"there are {there}"
             )
+
+
+def _check_excluded(decoder: Any, finetuning: FinetuningArguments) -> None:
+    excluded, key = finetuning.exclude_modules or [], "finetuning.exclude_modules"
+    chosen = _adapted(decoder, finetuning, excluded=None)
+    for name in [excluded] if isinstance(excluded, str) else excluded:
+        if isinstance(excluded, str):
+            found: Any = any(_regex(key, name).fullmatch(layer) for layer in chosen)
+        else:
+            found = _ending(name, chosen)
+        if not found:
+            problem = f"{name} is none of the layers that get an adapter"
+            raise CheckpointError(key, problem, f"there are {_counted(chosen)}")
+
+
+def _check_patterns(decoder: Any, finetuning: FinetuningArguments) -> None:
+    layers = _adapted(decoder, finetuning, excluded=finetuning.exclude_modules)
+    parameters = [name for name, _ in decoder.named_parameters()]
+    named = [path for name in finetuning.target_parameters or () for path in _ending(name, parameters)]
+    adapted = [*layers, *sorted({path.rpartition(".")[0] for path in named})]
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(finetuning, key):
+            regex = _pattern(pattern, f"finetuning.{key}")
+            if not any(regex.match(layer) for layer in adapted):
+                problem = f"{pattern} matches no layer that gets an adapter"
+                raise CheckpointError(f"finetuning.{key}", problem, f"there are {_counted(adapted)}")
+
+
+def _check_ranks(decoder: Any, finetuning: FinetuningArguments) -> None:
+    """An init that takes the first components of a layer finds no more of them than its smaller side has.
+
+    LoRA-GA takes its B from a second r of them. (peft 0.21, LoraLayer.lora_ga_init)
+    """
+    init = finetuning.init_lora_weights
+    for name, module in _adapted(decoder, finetuning, excluded=finetuning.exclude_modules).items():
+        patterns = (p for p in finetuning.rank_pattern if _pattern(p, "finetuning.rank_pattern").match(name))
+        pattern = next(patterns, None)  # of several, PEFT takes the first
+        key, rank = ("r", finetuning.r) if pattern is None else ("rank_pattern", finetuning.rank_pattern[pattern])
+        most = min(module.weight.shape) // (2 if init == "lora_ga" else 1)
+        if _is_linear(module) and rank > most:
+            size = " x ".join(map(str, module.weight.shape))
+            problem = f"{rank} is more than {init} finds in {name} of {size}"
+            raise CheckpointError(f"finetuning.{key}", problem, f"write {most} at most, or exclude the layer")
+
+
+def _adapted(decoder: Any, finetuning: FinetuningArguments, excluded: str | list[str] | None) -> dict[str, Any]:
+    """The layers that get an adapter, by their paths, as PEFT chooses them."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    named = targets(finetuning)
+    config = LoraConfig(
+        target_modules=linear_layers(decoder) if named == ALL_LINEAR else named,
+        exclude_modules=excluded,
+        modules_to_save=finetuning.modules_to_save,
+    )
+    return {name: module for name, module in decoder.named_modules() if check_target_module_exists(config, name)}
+
+
+def _pattern(pattern: str, key: str) -> "re.Pattern[str]":
+    """A name or regex of layers, as PEFT reads those of rank_pattern and alpha_pattern."""
+    _regex(key, pattern)
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def _regex(key: str, pattern: str) -> "re.Pattern[str]":
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(key, f"{pattern} is no regex: {error}") from None
 
 
 def _check_tied(decoder: Any, finetuning: FinetuningArguments) -> None:
@@ -135,10 +210,7 @@ def _tied_names(decoder: Any) -> list[str]:
 def _matches(decoder: Any, layers: str, only: str | None = None) -> bool:
     if layers == ALL_LINEAR:
         return False
-    try:
-        pattern = re.compile(layers)
-    except re.error as error:
-        raise CheckpointError("finetuning.target_modules", f"{layers} is no regex: {error}") from None
+    pattern = _regex("finetuning.target_modules", layers)
     names = [only] if only else [name for name, _ in decoder.named_modules()]
     return any(pattern.fullmatch(name) for name in names)
 
