@@ -124,7 +124,7 @@ def test_b2_who_asks_to_stop_does_not_wait_for_samples(config: Path, watch: Call
                 (Path(args.output_dir) / "stop").touch()
 
     watch(Stop())
-    with pytest.raises(TrainingStopped, match="stopped at step 2"):
+    with pytest.raises(TrainingStopped, match="stopped at step 3"):
         train(config, [ASKED[0], "generating.max_new_tokens=5"])
     assert {row["step"] for row in rows(config.parent / "run", "samples.jsonl")} == {0}
 

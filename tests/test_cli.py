@@ -1,6 +1,7 @@
 """The command: what it prints, how it ends, and what it never imports."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -136,8 +137,8 @@ def test_a_busy_checkpoint_is_exit_code_3(tiny: Path, tmp_path: Path) -> None:
             [sys.executable, "-m", "tools", "fix-valuehead", str(path)], capture_output=True, text=True, check=False
         )
     assert done.returncode == 3
-    assert f"{path}: another process is changing it" in done.stderr
-    assert '"pid"' in done.stderr
+    assert f"{path}: process {os.getpid()} (since " in done.stderr
+    assert ") is changing it; try again later" in done.stderr
     assert runner.invoke(app, ["fix-valuehead", str(path)]).exit_code == 0
 
 

@@ -175,7 +175,7 @@ def test_a_dead_holder_blocks_nobody(tiny: Path, memory: Path) -> None:
         holder = FORK.Process(target=hold, args=(path, ready))
         holder.start()
         assert ready.wait(30)
-        with pytest.raises(CheckpointBusy, match=rf"another process is changing it \(.*{holder.pid}"):
+        with pytest.raises(CheckpointBusy, match=rf"process {holder.pid} \(since .*\) is changing it"):
             fix_valuehead(path)
         holder.kill()
         holder.join()

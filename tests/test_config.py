@@ -202,7 +202,9 @@ def test_a_trainer_field_that_cannot_be_is_refused_with_the_reason(write, overri
 
 
 def prints(path, *overrides) -> dict[str, str]:
-    return fingerprint(load_config(path, overrides).config)
+    from trl import SFTConfig
+
+    return fingerprint(load_config(path, overrides).config, SFTConfig)
 
 
 def test_fingerprint_ignores_where_and_how_a_run_is_told(write):

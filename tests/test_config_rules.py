@@ -281,6 +281,10 @@ def test_c1_the_environment_wins_over_the_file_and_an_override_over_both(config)
         "did you mean finetuning.rank_pattern?"
     )
     assert "did you mean finetuning?" in refusal(config, environment={"BURNISH_FINETUNNING__R": "1"})
+    for name in ("BURNISH_SEED", "BURNISH_TRAINING_SEED"):
+        expected = f"{name}: is not read: a group stands before two underscores; write BURNISH_TRAINING__SEED"
+        assert refusal(config, environment={name: "1"}) == expected
+    assert refusal(config, "model.value_head=new").startswith("override: model.value_head is of a reward model")
 
 
 def test_c1_generating_is_passed_on_by_the_names_of_transformers():

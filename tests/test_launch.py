@@ -119,7 +119,7 @@ def test_two_processes_tell_everything_once(pair: tuple[Path, Result]) -> None:
 
 def test_another_number_of_processes_on_resume_is_refused(pair: tuple[Path, Result]) -> None:
     config, _ = pair
-    with pytest.raises(CheckpointError, match=r"another configuration \(launch.processes: 2 -> -\)"):
+    with pytest.raises(CheckpointError, match=r"another configuration \(launch.processes: 2 -> its default\)"):
         train(config, [*PLAIN, f"data.eval_file={config.parent / 'sft.jsonl'}", "early_stopping_patience=3"])
 
 

@@ -205,7 +205,7 @@ def test_checkpoints_of_somebody_else_are_refused(config: Path) -> None:
 def test_a_run_that_is_trained_by_another_process_is_busy(config: Path) -> None:
     run = config.parent / "run"
     run.mkdir()
-    with lock(run), pytest.raises(CheckpointBusy, match=f"another process is changing it .*{os.getpid()}"):
+    with lock(run), pytest.raises(CheckpointBusy, match=rf"process {os.getpid()} \(since .*\) is changing it"):
         train(config)
 
 
@@ -371,14 +371,6 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_same_end(
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert train(config).details["steps"] == 6
     assert_same(run / "checkpoint-6", config.parent / "whole" / "checkpoint-6")
-
-
-def test_a_stop_between_two_halves_of_a_step_keeps_the_last_whole_one(
-    config: Path, watch: Callable[[TrainerCallback], None]
-) -> None:
-    watch(StopAt(3, "file", "on_substep_end"))
-    with pytest.raises(TrainingStopped, match=r"stopped at step 3; checkpoint-3 is saved"):
-        train(config)
 
 
 def test_a_stop_in_the_last_step_changes_nothing(config: Path, watch: Callable[[TrainerCallback], None]) -> None:

@@ -1,6 +1,7 @@
 """The `tools` command: every step under its own name, one printer, one way in which errors end it."""
 
 import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Callable
@@ -53,6 +54,7 @@ def add_command(
         *, json: bool = False, quiet: bool = False, verbose: bool = False, which: str | None = None, **given: Any
     ) -> None:
         exit_codes = []
+        logging.disable(logging.INFO if quiet else logging.NOTSET)
         try:
             for options in _each(given, first, which):
                 try:

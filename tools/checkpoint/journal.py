@@ -55,6 +55,15 @@ def _leave_no_lock(folder: Path) -> None:
         folder.rmdir()
 
 
+def _holder(written: bytes) -> str:
+    """Who holds a lock, as far as it has written it down."""
+    try:
+        holder = json.loads(written)
+        return f"process {holder['pid']} (since {holder['since']})"
+    except (ValueError, TypeError, KeyError):
+        return "another process"
+
+
 def _acquire(checkpoint: Path, folder: Path) -> int:
     path = folder / "lock"
     refuse_links(folder, path)
@@ -67,9 +76,9 @@ def _acquire(checkpoint: Path, folder: Path) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(fd, 4096, 0).decode(errors="replace")
+            holder = _holder(os.pread(fd, 4096, 0))
             os.close(fd)
-            raise CheckpointBusy(checkpoint, f"another process is changing it ({holder})", "try again later") from None
+            raise CheckpointBusy(checkpoint, f"{holder} is changing it", "try again later") from None
         except OSError as error:
             os.close(fd)
             _leave_no_lock(folder)

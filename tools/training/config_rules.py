@@ -127,6 +127,11 @@ def _samples(resolved: "Resolved") -> Iterator[Problem]:
         yield "report.samples", "are texts, and a reward model writes none", "leave them out"
 
 
+def _head(resolved: "Resolved") -> Iterator[Problem]:
+    if resolved.config.model.value_head is not None and resolved.config.finetuning.stage == "sft":
+        yield "model.value_head", "is of a reward model, and finetuning.stage is sft", "leave it out"
+
+
 def _processes(resolved: "Resolved") -> Iterator[Problem]:
     asked, started = resolved.config.launch.processes, world_size()
     if started > 1 and asked != started and not resolved.origin("launch.processes").startswith("default"):
@@ -245,7 +250,7 @@ def _strategy(training: Training, which: str) -> str | None:
 
 
 _RULES: tuple[Callable[["Resolved"], Iterator[Problem]], ...] = (
-    *(_sampling, _quantized, _adapter, _early_stopping, _samples, _processes),
+    *(_sampling, _quantized, _adapter, _early_stopping, _samples, _head, _processes),
 )
 _TRAINING_RULES: tuple[Callable[["Resolved", Training], Iterator[Problem]], ...] = (
     *(_sharded, _precision, _evaluation, _in_step, _length, _resumable),

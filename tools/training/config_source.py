@@ -48,11 +48,25 @@ def read_environment(environment: Mapping[str, str], fields: Fields) -> dict[str
     values = {}
     for variable, text in sorted(environment.items()):
         group, divider, key = variable.removeprefix(PREFIX).lower().partition("__")
-        if variable.startswith(PREFIX) and divider:
+        if variable.startswith(PREFIX) and not divider:
+            _refuse_undivided(variable, group, fields)
+        elif variable.startswith(PREFIX):
             if group != "training" and group not in fields:
                 raise unknown_key(group, variable, fields)
             values[f"{group}.{key}"] = Given(read_value(text, variable), f"environment {variable}")
     return values
+
+
+def _refuse_undivided(variable: str, name: str, fields: Fields) -> None:
+    """Raise CheckpointError for `BURNISH_SEED` and `BURNISH_TRAINING_SEED`; other names are not of a configuration."""
+    from tools.training.schema import trainer_fields
+
+    groups = {**fields, "training": trainer_fields()}
+    for group, names in groups.items():
+        key = name.removeprefix(f"{group}_")
+        if key in names:
+            meant = f"{PREFIX}{group.upper()}__{key.upper()}"
+            raise CheckpointError(variable, "is not read: a group stands before two underscores", f"write {meant}")
 
 
 def read_overrides(overrides: Sequence[str], fields: Fields, given: Mapping[str, Given]) -> dict[str, Given]:
@@ -100,4 +114,5 @@ def unknown_key(dotted: str, origin: str, fields: Fields) -> CheckpointError:
         return CheckpointError(origin, problem, f"did you mean {(anywhere | here)[near[0]]}?")
     if group in fields:
         return CheckpointError(origin, problem, f"{group} has {', '.join(here)}" if len(here) < MANY else "")
-    return CheckpointError(origin, problem, f"the groups are {', '.join([*fields, 'training'])}")
+    groups = dict.fromkeys([*fields, "training"])
+    return CheckpointError(origin, problem, f"the groups are {', '.join(groups)}")

@@ -43,7 +43,7 @@ def load(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], resum
     logger.info("precision: %s", precision)
     args = trainer_args(config, stage, arguments, precision)
     tokenizer = load_tokenizer(config.model)
-    train_rows, eval_rows = _rows(config, stage, args, tokenizer)
+    train_rows, eval_rows = load_rows(config, stage, args, tokenizer)
     decoder = stage.load_decoder(config.model, precision.weights)
     if not config.model.quantization:
         decoder = decoder.to(args.device)
@@ -88,7 +88,7 @@ def calibration(config: "TrainConfig", rows: Any, tokenizer: Any) -> Any:
     return Calibration(rows, tokenizer.pad_token_id, config.finetuning.calibration_rows)
 
 
-def _rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
+def load_rows(config: "TrainConfig", stage: "Stage", args: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The rows to train on and to evaluate on, the second None when no evaluation is asked for; reported in the log."""
     is_evaluated = config.data.eval_file is not None or args.eval_strategy != "no"
     loaded = [stage.load_rows(config.data, tokenizer, split) for split in ("train", "eval")[: 1 + is_evaluated]]

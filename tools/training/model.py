@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.layout import Checkpoint
 from tools.training.config import FinetuningArguments, ModelArguments
 from tools.training.ranks import local_rank
 
@@ -33,12 +34,25 @@ def load_tokenizer(model: ModelArguments) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise CheckpointError(source, f"its tokenizer does not load ({_first_line(error)})") from error
+        require_model(source)
+        remedy = "copy one there: tools bundle-processor" if Path(source).is_dir() else "check the name"
+        raise CheckpointError(source, f"its tokenizer does not load ({_first_line(error)})", remedy) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise CheckpointError(source, "its tokenizer has neither padding nor end token", "set one of them in it")
     return tokenizer
+
+
+def require_model(source: str) -> None:
+    """Raise CheckpointError for what is no model at all: a directory of something else, or a name of nothing."""
+    if not Path(source).is_dir():
+        if "/" not in source:
+            raise CheckpointError(source, "is no directory here", "check model.model_name_or_path")
+        return
+    found = Checkpoint.open(source)  # names the checkpoints of a run, and says what an empty directory lacks
+    if found.kind == "adapter":
+        raise CheckpointError(source, "is an adapter, not a model", "merge it first: tools merge-adapter")
 
 
 def load_decoder(model: ModelArguments, dtype: str) -> Any:
@@ -59,6 +73,7 @@ def load_decoder(model: ModelArguments, dtype: str) -> Any:
             **quantized,
         )
     except (OSError, ValueError, ImportError) as error:
+        require_model(source)
         raise CheckpointError(source, f"does not load as a causal LM ({_first_line(error)})") from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(source, f"has no {missing[0]}, which would start random", "is it a whole causal LM?")

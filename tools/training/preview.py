@@ -29,8 +29,10 @@ def preview(config: Path, overrides: Sequence[str] = (), *, batches: int = 1) ->
     from tools.training.train import keep_quiet
 
     keep_quiet()
+    from tools.training.callbacks.chosen import own
     from tools.training.config import load_config
     from tools.training.loading import trainer_args
+    from tools.training.model import check_quantization
     from tools.training.precision import chosen_precision
     from tools.training.stages import load_stage
     from tools.training.trainer_arguments import trainer_arguments
@@ -41,9 +43,13 @@ def preview(config: Path, overrides: Sequence[str] = (), *, batches: int = 1) ->
     settings = resolved.config
     stage = load_stage(settings.finetuning.stage)
     precision = chosen_precision(settings)
-    args = trainer_args(settings, stage, trainer_arguments(resolved, stage.ARGUMENTS), precision)
+    arguments = trainer_arguments(resolved, stage.ARGUMENTS)
+    check_quantization(settings.model.quantization)
+    for each in settings.report.callbacks:
+        own(each.path, each.args)
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # stdout is for the report alone
         warnings.simplefilter("ignore", FutureWarning)  # of the libraries, to each other
+        args = trainer_args(settings, stage, arguments, precision)
         trainer, tokenizer = _trainer(settings, stage, args, precision.weights)
         loader = trainer.get_train_dataloader()
         shown = [_batch(batch, tokenizer) for batch in islice(loader, batches)]
@@ -55,11 +61,15 @@ def _trainer(config: "TrainConfig", stage: "Stage", args: Any, dtype: str) -> tu
     from transformers import set_seed
 
     from tools.training.adapter import add_adapter
+    from tools.training.lengths import require_room
+    from tools.training.loading import load_rows
     from tools.training.model import load_tokenizer, outline
 
     tokenizer = load_tokenizer(config.model)
-    rows = stage.load_rows(config.data, tokenizer)
+    rows, eval_rows = load_rows(config, stage, args, tokenizer)
     decoder = outline(config.model, dtype)
+    for each in filter(None, (rows, eval_rows)):
+        require_room(each.longest, each.place, decoder.config.get_text_config())
     set_seed(args.seed)
     model = decoder if config.finetuning.method == "full" else add_adapter(decoder, config.finetuning)
     args.eval_strategy = "no"

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tools.training.callbacks.plain import SECRET
 from tools.training.config import GROUPS, Resolved, load_config
 from tools.training.config_rules import in_step
 from tools.training.trainer_arguments import allowed, owner, trainer_arguments
@@ -33,7 +34,8 @@ def as_yaml(groups: Mapping[str, Sequence[Line]]) -> str:
     for name, entries in groups.items():
         lines.append(f"{name}:")
         for key, value, origin in entries:
-            text = f"  # {key}" if key in DECIDED_LATER and value is None else f"  {key}: {_yaml(value)}"
+            is_left_out = value is None and (key in DECIDED_LATER or SECRET.search(key))
+            text = f"  # {key}" if is_left_out else f"  {key}: {_yaml(value)}"
             lines.append(f"{text:<{COLUMN}} # {origin}")
     return "\n".join(lines)
 
@@ -47,7 +49,9 @@ def _training(resolved: Resolved, arguments: Mapping[str, Any], arguments_class:
     """Fields that were given, that Burnish sets beside them, and the defaults of the libraries."""
     beside = in_step(arguments, resolved.config.data.eval_file is not None)
     for field in fields(arguments_class):
-        if field.name in arguments:
+        if field.name in arguments and SECRET.search(field.name):
+            yield field.name, None, f"{resolved.origin(f'training.{field.name}')}, a secret that is not shown"
+        elif field.name in arguments:
             origin = resolved.origins.get(f"training.{field.name}", "set by Burnish: for early stopping")
             yield field.name, arguments[field.name], origin
         elif field.name in beside:

@@ -76,6 +76,20 @@ def running(fingerprint: Mapping[str, str], steps: int, checkpoint: Path | None)
     return TrainState("running", fingerprint, steps, os.getpid(), datetime.now(UTC).isoformat(), name)
 
 
+def check_finished(run: Path, last: TrainState) -> None:
+    """Raise CheckpointError when the checkpoint that a run ended with is not there any more, or not whole."""
+    assert last.checkpoint is not None
+    try:
+        whole = Checkpoint.open(run / last.checkpoint).weights
+    except CheckpointError as error:
+        whole, problem = (), error.problem
+    else:
+        problem = "no weights"
+    if not whole:
+        remedy = f"put it back, choose another output_dir, or remove {STATE_FILE} to go on from what is there"
+        raise CheckpointError(run, f"is finished, but its {last.checkpoint} is not whole ({problem})", remedy)
+
+
 def check_startable(run: Path, last: TrainState | None, fingerprint: Mapping[str, str]) -> None:
     """Raise CheckpointError unless a run of this configuration may be in `run`, whose lock this process holds."""
     if last is None:
@@ -87,12 +101,17 @@ def check_startable(run: Path, last: TrainState | None, fingerprint: Mapping[str
         logger.info("%s: process %d, which trained here, is gone; going on from what it saved", run, last.pid)
     keys = sorted(last.fingerprint.keys() | fingerprint.keys())
     differ = [key for key in keys if last.fingerprint.get(key) != fingerprint.get(key)]
-    if differ and not checkpoints_in(run):
+    if differ and last.state != "finished" and not checkpoints_in(run):
         _set_aside(run / INITIAL_ADAPTER)  # nothing was trained from it that another configuration could spoil
     elif differ:
-        changes = ", ".join(f"{k}: {last.fingerprint.get(k, '-')} -> {fingerprint.get(k, '-')}" for k in differ)
+        both = [[_shown(prints.get(key)) for prints in (last.fingerprint, fingerprint)] for key in differ]
+        changes = ", ".join(f"{key}: {then} -> {now}" for key, (then, now) in zip(differ, both, strict=True))
         remedy = "choose another output_dir, or set them back"
         raise CheckpointError(run, f"was started with another configuration ({changes})", remedy)
+
+
+def _shown(value: str | None) -> str:
+    return "its default" if value is None else f"{value[:15]}..." if value.startswith("sha256:") else value
 
 
 def _set_aside(folder: Path) -> None:

@@ -70,7 +70,8 @@ def train(config: Path, overrides: Sequence[str] = ()) -> Report:
         saved = f"{done.checkpoint} is saved" if done.checkpoint else "nothing was saved yet"
         stopped = TrainingStopped(run, f"stopped at step {done.steps}; {saved}", "the same command goes on from here")
         raise peers.told_once(stopped)
-    summary = f"trained {done.steps} steps, loss {loss:.4g}; {done.checkpoint}"
+    before = f", the first {start.now.steps} of them before" if start.now.steps else ""
+    summary = f"trained {done.steps} steps{before}, loss {loss:.4g}; {done.checkpoint}"
     return _report(run, done, changed=True, summary=summary, train_loss=loss, seconds=time.monotonic() - began)
 
 
@@ -85,7 +86,7 @@ def _plan(config: Path, overrides: Sequence[str]) -> Plan:
     resolved = load_config(config, overrides)
     stage = load_stage(resolved.config.finetuning.stage)
     arguments = trainer_arguments(resolved, stage.ARGUMENTS)
-    return Plan(resolved.config, stage, arguments, fingerprint(resolved.config, ranks.world_size()))
+    return Plan(resolved.config, stage, arguments, fingerprint(resolved.config, stage.ARGUMENTS, ranks.world_size()))
 
 
 def _connection(plan: Plan) -> dict[str, Any]:
@@ -105,6 +106,10 @@ def _start(plan: Plan, held: contextlib.ExitStack) -> Start:
     from tools.training import state
 
     run = plan.config.run_dir
+    for source in (plan.config.model.model_name_or_path, plan.config.data.train_file, plan.config.data.eval_file):
+        if source is not None and run.is_dir() and Path(source).is_dir() and run.samefile(source):
+            problem = "is what the run is made from, and training would write into it"
+            raise CheckpointError(run, problem, "choose another output_dir")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,6 +118,7 @@ def _start(plan: Plan, held: contextlib.ExitStack) -> Start:
     last = state.read_state(run)
     state.check_startable(run, last, plan.prints)
     if last and last.state == "finished":
+        state.check_finished(run, last)
         return Start(last, over=True)
     resume = state.newest_complete(run)
     now = state.running(plan.prints, _progress(resume)[0] if resume else 0, resume)
@@ -142,17 +148,44 @@ def _run(plan: Plan, start: Start, peers: "Peers") -> tuple["TrainState", float]
     logger.info("trained: %s", summary(model))
     with chosen(config, run_name(config), resumed=start.resume is not None) as told:
         model = stage.build_model(model, config.model)
-        trainer = stage.build_trainer(model, args, *datasets, tokenizer, told.callbacks)
+        try:
+            trainer = stage.build_trainer(model, args, *datasets, tokenizer, told.callbacks)
+        except (ImportError, TypeError, ValueError) as error:
+            raise CheckpointError("training", " ".join(str(error).split())) from error
         trainer.remove_callback(PrinterCallback)  # our log says it, in words
-        result = trainer.train(resume_from_checkpoint=str(start.resume) if start.resume else None)
+        result = _trained(trainer, start.resume)
     stopped = told.stop.reason is not None and result.global_step < trainer.state.max_steps
     done = dataclasses.replace(
         start.now,
         state="stopped" if stopped else "finished",
         steps=result.global_step,
-        checkpoint=_last_checkpoint(trainer, save=not stopped),
+        checkpoint=_last_checkpoint(trainer, stopped=stopped),
     )
     return done, result.training_loss
+
+
+def _trained(trainer: Any, resume: Path | None) -> Any:
+    """What the Trainer says at the end. Raises CheckpointError for settings of the libraries that do not go together,
+    which they tell when they set themselves up, and for a disk that is full."""
+    try:
+        return trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if isinstance(error, OSError) or "os error" in said:  # as libraries written in Rust say it
+            raise _not_written(Path(trainer.args.output_dir), said) from error
+        if trainer.optimizer is None or trainer.lr_scheduler is None:
+            raise CheckpointError("training", said) from error
+        raise
+
+
+def _not_written(run: Path, reason: str) -> CheckpointError:
+    from tools.training.state import newest_complete
+
+    whole = newest_complete(run)
+    kept = f"{whole.name} is whole, and the same command goes on from it" if whole else "no checkpoint was saved yet"
+    return CheckpointError(run, f"could not be written to ({reason})", f"make room; {kept}")
 
 
 def _prepared(config: "TrainConfig", loaded: "Loaded", resume: Path | None, peers: "Peers") -> Any:
@@ -171,19 +204,22 @@ def _prepared(config: "TrainConfig", loaded: "Loaded", resume: Path | None, peer
     )
 
 
-def _last_checkpoint(trainer: Any, *, save: bool) -> str | None:
-    """The best checkpoint where the best was asked for, else the newest; saved now when none was, unless stopped."""
+def _last_checkpoint(trainer: Any, *, stopped: bool) -> str | None:
+    """The best checkpoint where the best was asked for, else that of the last step, saved now if it was not.
+
+    Of a run that was stopped it is the newest, from which it will go on.
+    """
     from tools.checkpoint.layout import checkpoints_in
 
     run = Path(trainer.args.output_dir)
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
         return Path(trainer.state.best_model_checkpoint).name
-    if found := checkpoints_in(run):
-        return found[-1].name
-    if not save:
-        return None
+    if stopped:
+        return next((path.name for path in reversed(checkpoints_in(run))), None)
     name = f"checkpoint-{trainer.state.global_step}"
-    trainer.save_model(str(run / name))
+    if not (run / name).is_dir():
+        trainer.save_model(str(run / name))
+        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
     return name
 
 

@@ -37,6 +37,11 @@ OWN = {
     "packing_strategy": _PACKING,
     "eval_packing": _PACKING,
     "padding_free": _PACKING,
+    "pad_token": _TOKENISED,
+    "pad_to_multiple_of": _TOKENISED,
+    "label_names": _TOKENISED,
+    "remove_unused_columns": _TOKENISED,
+    "use_cache": "the model says it in its config.json",
 }
 _LENIENT = ConfigDict(arbitrary_types_allowed=True)  # some fields hold objects that no text can give
 

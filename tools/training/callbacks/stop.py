@@ -47,10 +47,20 @@ class StopCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._stop_if_asked(args, state, control)
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._stop_if_asked(args, state, control)
+        assert self._peers is not None
+        file, is_first = Path(args.output_dir) / STOP_FILE, self._peers.rank == 0
+        if self.reason is None:
+            asked = self._asked or (BY_FILE if is_first and file.exists() else 0)
+            asked = self._peers.largest(asked, f"the end of step {state.global_step}")
+            if asked:
+                self.reason = f"the file {file}" if asked == BY_FILE else signal.Signals(asked).name
+        if self.reason is None or control.should_training_stop:
+            return
+        logger.info("asked to stop by %s: saving step %d", self.reason, state.global_step)
+        control.should_training_stop = True
+        control.should_save = control.should_save or state.global_step > self._saved_step
+        if is_first:
+            file.unlink(missing_ok=True)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer ends the epoch early; nothing that belongs to its real end is due."""
@@ -69,22 +79,6 @@ class StopCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
-
-    def _stop_if_asked(self, args: Any, state: Any, control: Any) -> None:
-        assert self._peers is not None
-        file, is_first = Path(args.output_dir) / STOP_FILE, self._peers.rank == 0
-        if self.reason is None:
-            asked = self._asked or (BY_FILE if is_first and file.exists() else 0)
-            asked = self._peers.largest(asked, f"the end of step {state.global_step}")
-            if asked:
-                self.reason = f"the file {file}" if asked == BY_FILE else signal.Signals(asked).name
-        if self.reason is None or control.should_training_stop:
-            return
-        logger.info("asked to stop by %s: saving step %d", self.reason, state.global_step)
-        control.should_training_stop = True
-        control.should_save = control.should_save or state.global_step > self._saved_step
-        if is_first:
-            file.unlink(missing_ok=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked = number

@@ -19,6 +19,11 @@ ARGUMENTS = SFTConfig
 DEFAULTS = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
 
 
+class _Trainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """None: it would go to README.md of the output directory, whoever wrote one there, and name no base."""
+
+
 def build_model(decoder: Any, model: ModelArguments) -> Any:
     """The decoder is all there is."""
     return decoder
@@ -29,7 +34,7 @@ def build_trainer(
 ) -> SFTTrainer:
     """An SFTTrainer that takes input_ids and labels of the rows as they are, packed or one by one."""
     takes_one = "seq_lengths" in train_rows.column_names and isolate(model)
-    return SFTTrainer(
+    return _Trainer(
         model=model,
         args=args,
         train_dataset=train_rows,
