@@ -232,6 +232,28 @@ def test_c6_bits_are_refused_where_there_is_no_cuda_gpu(untied: Path, tmp_path: 
         check_quantization("8bit")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "training", "said"),
+    [
+        ((None, False), {}, "float32 weights, computed in float32: there is no GPU"),
+        ((None, False), {"bf16": True}, "float32 weights, computed in bfloat16: there is no GPU"),
+        (
+            ("H200", True),
+            {"fp16": True},
+            "bfloat16 weights, computed in float16: H200 computes in bfloat16; but training",
+        ),
+        (("H200", True), {"bf16": False}, "bfloat16 weights, computed in bfloat16: H200"),
+    ],
+)
+def test_c9_what_training_says_of_the_precision_counts(untied, tmp_path, monkeypatch, gpu, training, said) -> None:
+    monkeypatch.setattr("tools.training.precision._device", lambda: gpu)
+    config = load_config(write_run(tmp_path, untied)).config
+    chosen = chosen_precision(config, training)
+    assert str(chosen).startswith(said)
+    assert {"bf16": chosen.bf16, "fp16": chosen.fp16}.items() >= training.items()
+    assert not (chosen.bf16 and chosen.fp16)
+
+
 CHOICES = [
     (None, [], "float32 weights, computed in float32: there is no GPU"),
     ("NVIDIA H200", [], "bfloat16 weights, computed in bfloat16: NVIDIA H200 computes in bfloat16"),

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from tools.checkpoint.errors import CheckpointError
 from tools.training import callbacks
-from tools.training.callbacks.chosen import chosen
+from tools.training.callbacks.chosen import chosen, own
 from tools.training.config import load_config
 from tools.training.train import train
 
@@ -47,6 +47,25 @@ def test_b6_classes_with_arguments_and_instances_are_added_by_dotted_path(config
     given = f"[{{path: {own_module}.Count, args: {{file: twos, by: 2}}}}, {own_module}.by_tens, {own_module}.Count]"
     train(config, [f"report.callbacks={given}"])
     assert [Path(name).read_text() for name in ("twos", "tens", "count")] == ["12", "60", "6"]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("import no_such_library", "{name} needs no_such_library, which is not installed; install what has"),
+        ("class (", "{name} cannot be imported (SyntaxError: invalid syntax"),
+        ("raise KeyError('a\\nb')", "{name} cannot be imported (KeyError: 'a"),
+        ("import sys; raise ValueError('two\\nlines')", "{name} cannot be imported (ValueError: two)"),
+    ],
+)
+def test_b6_a_module_that_cannot_be_imported_is_one_line(tmp_path: Path, monkeypatch, module: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"broken_{abs(hash(module))}"
+    (tmp_path / f"{name}.py").write_text(module)
+    with pytest.raises(CheckpointError) as caught:
+        own(f"{name}.Name", {})
+    assert str(caught.value).startswith(f"report.callbacks: {said.format(name=name)}")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ TOGETHER = [
     ),
     (["target_parameters=[a]", "use_dora=true"], "finetuning.use_dora is for layers"),
     (["init_lora_weights=eva", "finetuning.rank_pattern={a: 2}"], "finetuning.init_lora_weights eva finds the rank"),
+    (["init_lora_weights=corda", "packing=true"], "finetuning.init_lora_weights corda looks at single rows, and those"),
     (["init_lora_weights=mica", "use_dora=true"], "finetuning.init_lora_weights mica and finetuning.use_dora are both"),
 ]
 

@@ -99,6 +99,59 @@ def test_plain_text_begins_as_the_tokenizer_begins_it(tokenizer, write):
     assert tokenizer.decode(only(load_sft(data, tokenizer))["input_ids"]) == "<s>abc<|im_end|>"
 
 
+def test_the_end_is_learnt_once_where_the_row_has_it_already(tokenizer, write):
+    for row in ({"text": "abc"}, {"prompt": "abc", "completion": "def"}):
+        closed = {**row, list(row)[-1]: f"{list(row.values())[-1]}<|im_end|>"}
+        assert only(load_sft(write(row), tokenizer)) == only(load_sft(write(closed), tokenizer))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [*said("q", "a"), *said("r", " \n")]},
+        {"instruction": "q", "output": ""},
+        {"prompt": "q", "completion": ""},
+        {"prompt": said("q"), "completion": said("", "")[1:]},
+    ],
+)
+def test_an_empty_answer_is_refused(tokenizer, write, row):
+    with pytest.raises(CheckpointError, match=r":1: has an empty answer, from which only silence is learnt; leave"):
+        load_sft(write(row), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "number"),
+    [
+        (said("q", "a"), said("r", "b"), 1),
+        (said("q", "a"), said("q", "a", "r", "b"), 3),
+        (said("q", "a", "r", "b"), said("q", "a", "s", "b"), 3),
+    ],
+)
+def test_a_pair_of_different_prompts_is_refused(tokenizer, write, chosen, rejected, number):
+    with pytest.raises(CheckpointError, match=f"to different prompts: message {number} differs"):
+        load_preferences(write({"chosen": chosen, "rejected": rejected}), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"instruction": "q", "output": "a", "history": 5}, "history is int, not a list; write pairs"),
+        ({"messages": [{"role": ["user"], "content": "q"}]}, "message 1 of messages has role ['user'] and content"),
+        ({"prompt": "q", "chosen": "a", "rejected": said("q", "b")}, "has a text and messages as chosen and rejected"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_at_its_line(tokenizer, write, row, problem):
+    load = load_preferences if "chosen" in row else load_sft
+    with pytest.raises(CheckpointError) as caught:
+        load(write(row), tokenizer)
+    assert f":1: {problem}" in str(caught.value)
+
+
+def test_the_answers_of_a_pair_may_go_on_differently(tokenizer, write):
+    pair = {"chosen": said("q", "a", "r", "b"), "rejected": said("q", "c", "s", "d")}
+    assert len(load_preferences(write(pair), tokenizer).dataset) == 1
+
+
 def test_cut_and_dropped_rows_are_counted(tokenizer, write):
     rows = [said("q", "a"), said("q", "word " * 99), said("word " * 99, "a")]
     data = write(*({"messages": messages} for messages in rows), max_length=80)

@@ -16,8 +16,8 @@ from tiny_trainer import plain_trainer
 
 from tools.postprocess.fix_valuehead import fix_valuehead
 from tools.training.callbacks import ReporterCallback
-from tools.training.callbacks.tracker_runs import TRACKERS, changes
-from tools.training.callbacks.trackers import tracker_callbacks
+from tools.training.callbacks.tracker_runs import TRACKERS, changes, keep_reported, reported
+from tools.training.callbacks.trackers import continued, tracker_callbacks
 from tools.training.config import DataArguments, FinetuningArguments, ModelArguments, load_config
 from tools.training.report_results import report_results, results
 from tools.training.train import train
@@ -149,6 +149,29 @@ def test_a7_a_tracker_that_fails_costs_the_flow_nothing(
 
 def test_a7_a_run_that_was_reported_nowhere_has_nothing_to_add(tmp_path: Path) -> None:
     assert report_results(tmp_path) == ()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"runs": {}}', '{"arguments": {}, "runs": {"wandb": null}}'])
+def test_a7_a_damaged_record_counts_as_none_with_one_warning(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / ".burnish" / "trackers.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    assert report_results(tmp_path) == ()
+    with continued(tmp_path):
+        assert "WANDB_RUN_ID" not in os.environ
+    assert caplog.text.count(f"{file}: does not say where the run was reported") == 1
+
+
+def test_a7_a_resumed_run_keeps_what_it_told_other_trackers(run: Path) -> None:
+    keep_reported(run, {}, {"mlflow": {"id": "1", "uri": "nowhere"}})
+    reporter = ReporterCallback(GROUPS, report_to=["tensorboard"])
+    trainer = plain_trainer(run, reporter)
+    for step, kept in ((2, {"mlflow", "tensorboard"}), (0, {"tensorboard"})):
+        trainer.state.global_step = step
+        reporter.on_train_begin(trainer.args, trainer.state, trainer.control)
+        assert reported(run)["runs"].keys() == kept
 
 
 def test_a7_another_process_of_the_run_reports_nothing(run: Path) -> None:

@@ -81,6 +81,9 @@ def test_a_template_that_rewrites_turns_gives_each_a_sequence_of_its_own(tokeniz
     assert [learnt(row, tokenizer) for row in tokenised.dataset] == ends
     assert tokenised.rows == 1
     assert any(line.startswith("1 rows: the template changes a turn") for line in tokenised.report)
+    assert ": 1 rows, 0 cut" in tokenised.summary
+    assert "learnt in 2 sequences" in tokenised.report
+    assert any("tokens a sequence" in line for line in tokenised.report)
 
 
 def test_turns_that_are_not_rewritten_share_a_sequence(tokenizer, write):
@@ -123,6 +126,12 @@ def test_a_template_that_closes_no_answer_is_said_to(tokenizer, write):
     tokenizer.chat_template = CHATML.replace("m.content + '<|im_end|>\\n'", "m.content + '\\n'")
     tokenised = load_sft(write({"messages": said("q", "a")}), tokenizer)
     assert any("add eos_token" in line for line in tokenised.report)
+
+
+@pytest.mark.parametrize("rejected", ["", f"{THOUGHTS}"])
+def test_a_template_that_closes_an_empty_answer_is_not_said_to_leave_it_open(tokenizer, write, rejected):
+    pairs = load_preferences(write({"prompt": said("q"), "chosen": "a", "rejected": rejected}), tokenizer)
+    assert not any("add eos_token" in line for line in pairs.report)
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,19 @@ def test_a_checkpoint_that_training_could_not_go_on_from_is_skipped_with_its_rea
     assert f"checkpoint-6 is not resumed from: {reason}" in caplog.text
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_initial_adapter_that_is_cut_short_is_one_line(config: Path, step: int) -> None:
+    pissa = ["finetuning.init_lora_weights=pissa", "training.max_steps=4"]
+    train(config, pissa)
+    run = config.parent / "run"
+    forget_after(run, step)
+    weights = run / "pissa_init" / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(weights))}: ") as caught:
+        train(config, pissa)
+    assert "\n" not in str(caught.value)
+
+
 def test_stdout_is_left_for_the_report(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(config)
     assert capfd.readouterr().out == ""

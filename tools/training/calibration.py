@@ -17,28 +17,28 @@ from tools.training.collate import RowCollator
 
 Batch = dict[str, torch.Tensor]
 
+BATCH_ROWS = 8
 MOST_BATCHES = 1000  # that EVA may see before it has settled
 
 
 class Calibration:
     """The first rows of a dataset, on the device of the model, as often as they are asked for."""
 
-    def __init__(self, rows: Any, pad_token_id: int, count: int, batch_size: int = 8):
+    def __init__(self, rows: Any, pad_token_id: int, count: int):
         self.rows = [_row(row) for row in islice(rows, count)]
         self.collate = RowCollator(pad_token_id)
-        self.batch_size = batch_size
         self.given = 0
 
     def __len__(self) -> int:
-        return -(-len(self.rows) // self.batch_size)
+        return -(-len(self.rows) // BATCH_ROWS)
 
     def __iter__(self) -> Iterator[Batch]:
-        for start in range(0, len(self.rows), self.batch_size):
+        for start in range(0, len(self.rows), BATCH_ROWS):
             self.given += 1
             if self.given > MOST_BATCHES:
                 problem = f"{len(self.rows)} rows tell it too little: it did not settle within {MOST_BATCHES} batches"
                 raise CheckpointError("finetuning.init_lora_weights", problem, "raise calibration_rows, or lower r")
-            yield self.collate(self.rows[start : start + self.batch_size])
+            yield self.collate(self.rows[start : start + BATCH_ROWS])
 
     def singly(self, device: Any) -> Iterator[Batch]:
         """One row at a time, without padding."""

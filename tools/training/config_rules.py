@@ -90,6 +90,8 @@ def _quantized(resolved: "Resolved") -> Iterator[Problem]:
 
 
 def _adapter(resolved: "Resolved") -> Iterator[Problem]:
+    from tools.training.config import FROM_DATA
+
     finetuning = resolved.config.finetuning
     if finetuning.method == "full":
         return
@@ -105,6 +107,9 @@ def _adapter(resolved: "Resolved") -> Iterator[Problem]:
         yield "finetuning.lora_dropout", problem, "set it to 0"
     if finetuning.use_dora and finetuning.target_parameters:
         yield "finetuning.use_dora", "is for layers, and finetuning.target_parameters are none", "leave one of them out"
+    if init in FROM_DATA and resolved.config.data.packing:
+        problem = f"{init} looks at single rows, and those of data.packing are several in one"
+        yield key, problem, "leave one of them out"
     if init == "eva" and finetuning.rank_pattern:
         yield key, "eva finds the rank of each layer itself", "leave finetuning.rank_pattern out"
     if init == "mica" and finetuning.use_dora:

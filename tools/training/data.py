@@ -1,7 +1,7 @@
 """From data files to the rows a trainer takes, with a report on what was read, cut and dropped."""
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +20,8 @@ from tools.training.templates import foreign_tokens, use_template
 
 Split = Literal["train", "eval"]
 
+_Places = defaultdict[str, set[str]]  # a note, and the places of the rows of which it is true
+_CUT = "cut"
 _BATCH = 1000  # rows tokenised in one call, which the tokenizer spreads over the cores
 _HUB_SPLITS = {"train": "train", "eval": "validation"}
 
@@ -28,8 +30,8 @@ _HUB_SPLITS = {"train": "train", "eval": "validation"}
 class Tokenised:
     """A dataset, and how it came about: `rows` were read, `cut` of them shortened, `dropped` left out.
 
-    `longest` is the number of tokens of the longest row, at `place`. `report` says it all in some lines for people, the
-    first of which is `summary`.
+    A row may be learnt in several sequences. `longest` is the number of tokens of the longest, at `place`. `report`
+    says it all in some lines for people, the first of which is `summary`.
     """
 
     dataset: Any  # datasets.Dataset
@@ -62,7 +64,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The columns of a row that is trained on, and where it was read."""
+    """The columns of a sequence that is trained on, and where its row was read."""
 
     place: str
     columns: Columns
@@ -82,16 +84,15 @@ def load_sft(data: DataArguments, tokenizer: Any, split: Split = "train") -> Tok
     """
     given = _given(data, tokenizer, split, SUPERVISED)
     marked = ((place, each) for place, example in given.examples() for each in mark(example, tokenizer, place))
-    kept, counts = [], Counter[str]()
+    kept, places = [], _Places(set)
     for batch in _batches(marked):
         encoded = tokenise([each for _, each in batch], tokenizer)
         for (place, each), (ids, labels) in zip(batch, encoded, strict=True):
-            counts.update(["all", *each.notes])
-            counts["cut"] += len(ids) > data.max_length
+            _note(places, place, each.notes, is_cut=len(ids) > data.max_length)
             ids, labels = ids[: data.max_length], labels[: data.max_length]
             if any(label != IGNORED for label in labels[1:]):  # the first token is predicted from nothing
                 kept.append(_Kept(place, {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}))
-    return _tokenised(kept, given, data, counts, "no token to learn", packing=data.packing and split == "train")
+    return _tokenised(kept, given, data, places, "no token to learn", packing=data.packing and split == "train")
 
 
 def load_preferences(data: DataArguments, tokenizer: Any, split: Split = "train") -> Tokenised:
@@ -104,16 +105,21 @@ def load_preferences(data: DataArguments, tokenizer: Any, split: Split = "train"
         raise CheckpointError("data.packing", "packs rows of sft; a reward model scores each answer", "leave it out")
     given = _given(data, tokenizer, split, PREFERENCE)
     marked = ((place, [mark(answer, tokenizer, place)[-1] for answer in pair]) for place, pair in given.examples())
-    kept, counts = [], Counter[str]()
+    kept, places = [], _Places(set)
     for batch in _batches(marked):
         encoded = [ids for ids, _ in tokenise([answer for _, pair in batch for answer in pair], tokenizer)]
         for (place, answers), pair in zip(batch, zip(encoded[::2], encoded[1::2], strict=True), strict=True):
-            counts.update(["all", *frozenset.union(*(answer.notes for answer in answers))])
-            counts["cut"] += any(len(ids) > data.max_length for ids in pair)
+            notes = frozenset.union(*(answer.notes for answer in answers))
+            _note(places, place, notes, is_cut=any(len(ids) > data.max_length for ids in pair))
             chosen, rejected = (ids[: data.max_length] for ids in pair)
             if chosen != rejected:
                 kept.append(_Kept(place, {"chosen_input_ids": chosen, "rejected_input_ids": rejected}))
-    return _tokenised(kept, given, data, counts, "two equal answers")
+    return _tokenised(kept, given, data, places, "two equal answers")
+
+
+def _note(places: _Places, place: str, notes: Iterable[str], *, is_cut: bool) -> None:
+    for note in (*notes, *([_CUT] if is_cut else [])):
+        places[note].add(place)
 
 
 def _given(data: DataArguments, tokenizer: Any, split: Split, forms: Sequence[Form]) -> _Given:
@@ -137,29 +143,31 @@ def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _tokenised(
-    kept: list[_Kept], given: _Given, data: DataArguments, counts: Counter[str], why: str, *, packing: bool = False
+    kept: list[_Kept], given: _Given, data: DataArguments, places: _Places, why: str, *, packing: bool = False
 ) -> Tokenised:
     from datasets import Dataset
 
-    total, cut = counts.pop("all"), counts.pop("cut")
+    total, cut = len(given.rows), len(places.pop(_CUT, ()))
+    rows = len({each.place for each in kept})
     if not kept:
         problem = f"all {total} rows have {why} within {data.max_length} tokens"
         raise CheckpointError(given.source, problem, "raise data.max_length")
     columns = [row.columns for row in kept]
     longest = max(kept, key=lambda row: row.length)
     report = [
-        f"{given.source}: {len(kept)} rows, {cut} cut to {data.max_length} tokens, {total - len(kept)} dropped ({why})",
+        f"{given.source}: {rows} rows, {cut} cut to {data.max_length} tokens, {total - rows} dropped ({why})",
         _recognised(given, data),
         *([f"the tokenizer splits {', '.join(given.foreign)}, which the template writes"] if given.foreign else []),
-        *(f"{number} rows: {note}" for note, number in sorted(counts.items())),
-        *_lengths([row.length for row in kept], longest.place),
+        *(f"{len(noted)} rows: {note}" for note, noted in sorted(places.items())),
+        *([f"learnt in {len(kept)} sequences"] if len(kept) > rows else []),
+        *_lengths([each.length for each in kept], longest.place, "row" if len(kept) == rows else "sequence"),
     ]
     if packing:
         columns = pack(columns, data.max_length)
         full = sum(len(row["input_ids"]) for row in columns) / len(columns) / data.max_length
         report.append(f"packed into {len(columns)} sequences of {data.max_length} tokens, {full:.0%} full")
     dataset = Dataset.from_list(columns)
-    return Tokenised(dataset, len(given.rows), cut, total - len(kept), longest.length, longest.place, tuple(report))
+    return Tokenised(dataset, total, cut, total - rows, longest.length, longest.place, tuple(report))
 
 
 def _recognised(given: _Given, data: DataArguments) -> str:
@@ -172,7 +180,7 @@ def _recognised(given: _Given, data: DataArguments) -> str:
     return f"{line}; not read: {', '.join(unread)}" if unread else line
 
 
-def _lengths(lengths: list[int], longest: str) -> list[str]:
+def _lengths(lengths: list[int], longest: str, of: str) -> list[str]:
     middle = int(statistics.median(lengths))
-    first = f"{min(lengths)} to {max(lengths)} tokens a row, {middle} in the middle; the longest is {longest}"
+    first = f"{min(lengths)} to {max(lengths)} tokens a {of}, {middle} in the middle; the longest is {longest}"
     return [first, *histogram(lengths)]

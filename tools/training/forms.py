@@ -74,20 +74,31 @@ def _from_messages(row: Row, *, has_template: bool) -> Example:
     messages = _conversation(row)
     if not any(message["role"] == "assistant" for message in messages):
         raise row.refused("has no message of the assistant, so nothing to learn")
-    return Conversation(messages)
+    return _with_answers(row, Conversation(messages))
 
 
 def _from_instruction(row: Row, *, has_template: bool) -> Example:
     """Without a template an instruction becomes the plain text of Alpaca."""
-    return _answered(row, _instruction(row, has_template=has_template), "output")
+    return _with_answers(row, _answered(row, _instruction(row, has_template=has_template), "output"))
 
 
 def _from_prompt(row: Row, *, has_template: bool) -> Example:
-    return _answered(row, _prompt(row), "completion")
+    return _with_answers(row, _answered(row, _prompt(row), "completion"))
 
 
 def _from_text(row: Row, *, has_template: bool) -> Example:
     return Text("", _text(row, "text"))
+
+
+def _with_answers(row: Row, example: Example) -> Example:
+    """The example, in which every answer says something."""
+    if isinstance(example, Text):
+        answers = [example.completion]
+    else:
+        answers = [message["content"] for message in example.messages if message["role"] == "assistant"]
+    if not all(answer.strip() for answer in answers):
+        raise row.refused("has an empty answer, from which only silence is learnt", "leave such rows out")
+    return example
 
 
 def _pair_of_prompt(row: Row, *, has_template: bool) -> tuple[Example, Example]:
@@ -108,7 +119,23 @@ def _pair_alone(row: Row, *, has_template: bool) -> tuple[Example, Example]:
 
 
 def _pair(row: Row, asked: Messages | str) -> tuple[Example, Example]:
-    return _answered(row, asked, "chosen"), _answered(row, asked, "rejected")
+    chosen, rejected = _answered(row, asked, "chosen"), _answered(row, asked, "rejected")
+    if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
+        _check_same_prompt(row, chosen.messages, rejected.messages)
+    elif type(chosen) is not type(rejected):
+        raise row.refused("has a text and messages as chosen and rejected", "write both in one way")
+    return chosen, rejected
+
+
+def _check_same_prompt(row: Row, chosen: Messages, rejected: Messages) -> None:
+    """Both go on with the assistant where they part: what it was asked is the same."""
+    alike = 0
+    while chosen[alike : alike + 1] == rejected[alike : alike + 1] != []:
+        alike += 1
+    parted = {message["role"] for message in (*chosen[alike : alike + 1], *rejected[alike : alike + 1])}
+    if not parted <= {"assistant"}:
+        problem = f"has a chosen and a rejected answer to different prompts: message {alike + 1} differs"
+        raise row.refused(problem, "write answers to one prompt")
 
 
 _ALPACA = ("input", "system", "history")
@@ -159,6 +186,8 @@ def _instruction(row: Row, *, has_template: bool) -> Messages | str:
     """An alpaca row without its output: messages, or the prompt of Stanford Alpaca where there is no template."""
     instruction, given = _text(row, "instruction"), _text(row, "input")
     history = row.columns.get("history") or []
+    if not isinstance(history, list):
+        raise row.refused(f"history is {type(history).__name__}, not a list", "write pairs: [instruction, output]")
     if has_template:
         messages = _system(row)
         for turn in history:
@@ -203,7 +232,7 @@ def _messages(row: Row, turns: Any, column: str) -> Messages:
         if not isinstance(turn, dict):
             raise row.refused(f"message {number} of {column} is {type(turn).__name__}", "write role and content")
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if role not in _ROLES or not isinstance(content, str):
+        if not isinstance(role, str) or role not in _ROLES or not isinstance(content, str):
             has = f"role {role!r} and content of type {type(content).__name__}"
             raise row.refused(
                 f"message {number} of {column} has {has}", f"roles are {', '.join(_ROLES)}, content is text"

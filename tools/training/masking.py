@@ -40,7 +40,8 @@ def mark(example: Example, tokenizer: Any, place: str) -> list[Marked]:
 
 def _of_text(example: Text, tokenizer: Any) -> list[Marked]:
     start = _opening(tokenizer) + example.prompt
-    text = start + example.completion + (tokenizer.eos_token or "")
+    end = tokenizer.eos_token or ""
+    text = start + example.completion + ("" if example.completion.endswith(end) else end)
     return [Marked(text, ((len(start), len(text)),))]
 
 

@@ -1,7 +1,8 @@
 """In which numbers a model is held and computed, and why."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tools.lora.adapters import changes_base
 
@@ -23,7 +24,19 @@ class Precision:
         return f"{self.weights} weights, computed in {computed}: {self.why}"
 
 
-def chosen_precision(config: "TrainConfig") -> Precision:
+def chosen_precision(config: "TrainConfig", training: Mapping[str, Any] | None = None) -> Precision:
+    """How a run computes: as its model and device have it, unless `bf16` or `fp16` in `training` says otherwise."""
+    chosen = _of_the_model(config)
+    given = {key: value for key in ("bf16", "fp16") if (value := (training or {}).get(key)) is not None}
+    bf16 = given.get("bf16", chosen.bf16 and not given.get("fp16"))
+    fp16 = given.get("fp16", chosen.fp16 and not given.get("bf16"))
+    if (bf16, fp16) == (chosen.bf16, chosen.fp16):
+        return chosen
+    said = ", ".join(f"training.{key} is {str(value).lower()}" for key, value in given.items())
+    return Precision(chosen.weights, bf16, fp16, f"{chosen.why}; but {said}")
+
+
+def _of_the_model(config: "TrainConfig") -> Precision:
     """What `model.dtype` says; `auto` is what the device computes in, and float32 where rounding would be trained on.
 
     bfloat16 is preferred, float16 taken where the GPU has only that. Weights that are trained themselves stay in

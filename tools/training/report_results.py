@@ -1,6 +1,5 @@
 """What became of a run's checkpoints, on the page of the run in each tracker that it was reported to."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from tools.checkpoint.layout import checkpoints_in
 from tools.checkpoint.receipts import read_receipts
 from tools.training.callbacks.plain import without_secrets
-from tools.training.callbacks.tracker_runs import RUNS_FILE, TRACKERS
+from tools.training.callbacks.tracker_runs import TRACKERS, reported
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +21,7 @@ def report_results(run: Path) -> tuple[str, ...]:
     Returns the trackers that have them now; one that fails costs a warning. Nothing happens when the run was reported
     nowhere.
     """
-    file = run / RUNS_FILE
-    if not file.is_file():
-        return ()
-    written = json.loads(file.read_text(encoding="utf-8"))
+    written = reported(run)
     groups = {**written["arguments"], "postprocessing": without_secrets(results(run))}
     told = []
     for name, identity in written["runs"].items():

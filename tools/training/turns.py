@@ -80,7 +80,9 @@ def _turn(messages: Messages, template: _Template) -> Turn:
     if _squeezed(thoughts.removeprefix(_THOUGHTS)) not in rendered:
         return _with_thoughts(messages, prompt, template)
     notes = set() if end else notes
-    return Turn(text, start, frozenset(notes | ({UNCLOSED} if text.rstrip().endswith(answer.rstrip()) else set())))
+    last = answer.rstrip() or end
+    is_unclosed = text.rstrip().endswith(last) if last else not rendered
+    return Turn(text, start, frozenset(notes | ({UNCLOSED} if is_unclosed else set())))
 
 
 def _begun(messages: Messages, text: str, prompt: str | None, template: _Template) -> tuple[int, set[str]]:

@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import TrainerCallback
 
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.layout import Checkpoint
 from tools.lora.adapters import INITIAL_ADAPTER, changes_base
 
 ADAPTER = "default"
@@ -60,6 +61,7 @@ def add_adapter(base: Any, config: LoraConfig, folder: Path) -> PeftModel:
     ordinary.init_lora_weights = True
     model = get_peft_model(base, ordinary, adapter_name=ADAPTER)
     if folder.exists():
+        require(folder)
         set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), adapter_name=ADAPTER)
     with torch.no_grad():
         for layer in model.modules():
@@ -87,13 +89,16 @@ def save(model: PeftModel, folder: Path) -> None:
 
 
 def require(folder: Path) -> None:
-    """Raise CheckpointError unless the initial adapter is there."""
+    """Raise CheckpointError unless the initial adapter is there and whole."""
     if not folder.exists():
         raise CheckpointError(
             folder,
             "the initial adapter of this run is gone; its adapters could never be converted",
             "put it back, or start again in another output_dir",
         )
+    if Checkpoint.open(folder).adapter is None:
+        problem = "holds no adapter, but is the initial one of this run"
+        raise CheckpointError(folder, problem, "put it back, or start again in another output_dir")
 
 
 def _decompose(layer: LoraLayer, init: str, config: LoraConfig) -> None:

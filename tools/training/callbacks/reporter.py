@@ -1,7 +1,6 @@
 # ruff: noqa: TID253 - a TrainerCallback; imported only when one is made
 """ReporterCallback: every argument of a run, on the page of the run in Weights & Biases and the like."""
 
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from tools.training.callbacks.plain import plain, without_secrets
-from tools.training.callbacks.tracker_runs import RUNS_FILE, TRACKERS, Groups
+from tools.training.callbacks.tracker_runs import TRACKERS, Groups, keep_reported, reported
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,7 @@ class ReporterCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not state.is_world_process_zero:
             return
+        self._runs = dict(reported(Path(args.output_dir))["runs"]) if state.global_step else {}
         expected = [name for name in self._expected(args) if name in TRACKERS]
         self._waiting = [name for name in expected if not self._send(name, args)]
         for name in TRACKERS.keys() - set(expected):
@@ -63,15 +63,11 @@ class ReporterCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
             if run is None:
                 return False
             tracker.update(run, self.groups)
-            self._keep(Path(args.output_dir) / RUNS_FILE, name, run)
+            self._runs[name] = dict(run)
+            keep_reported(Path(args.output_dir), self.groups, self._runs)
         except Exception as error:  # whatever a tracker raises, a report is not worth the training
             logger.warning("%s: the arguments were not reported (%s: %s)", name, type(error).__name__, error)
         return True
-
-    def _keep(self, file: Path, name: str, run: Mapping[str, Any]) -> None:
-        self._runs[name] = dict(run)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"arguments": self.groups, "runs": self._runs}, indent=2), encoding="utf-8")
 
 
 def _name_of(group: Any) -> str:

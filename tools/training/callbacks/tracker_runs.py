@@ -6,9 +6,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from tools.checkpoint.files import write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,33 @@ class Tracker:
     current: Callable[[Any], Identity | None]
     update: Callable[[Identity, Groups], None]
     reopened: Callable[[Identity], contextlib.AbstractContextManager[None]]
+
+
+def reported(run: Path) -> dict[str, Groups]:
+    """`arguments` that were sent, and `runs`: the identity in each tracker. A file that is none costs one warning."""
+    file = run / RUNS_FILE
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+        return {"arguments": dict(written["arguments"]), "runs": {k: dict(v) for k, v in written["runs"].items()}}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _warn_once(file, f"{type(error).__name__}: {error}")
+    return {"arguments": {}, "runs": {}}
+
+
+@cache
+def _warn_once(file: Path, reason: str) -> None:
+    logger.warning("%s: does not say where the run was reported (%s); counts as nowhere", file, reason)
+
+
+def keep_reported(run: Path, arguments: Groups, runs: Groups) -> None:
+    """Replace the file that `reported` reads as a whole."""
+    file = run / RUNS_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".draft")
+    write_synced(draft, json.dumps({"arguments": arguments, "runs": runs}, indent=2).encode())
+    draft.replace(file)
 
 
 def changes(old: Groups, new: Groups) -> list[str]:

@@ -2,7 +2,6 @@
 """The trackers' own callbacks, made so that none of them can end the training."""
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from transformers.integrations import get_reporting_integration_callbacks
 
-from tools.training.callbacks.tracker_runs import RUNS_FILE, go_offline
+from tools.training.callbacks.tracker_runs import go_offline, reported
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,7 @@ CONTINUED = {
 def continued(run: Path) -> Iterator[None]:
     """Within it, trackers go on with the runs that the directory `run` was reported to, unless the environment names
     others."""
-    file, given = run / RUNS_FILE, os.environ.copy()
-    known = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else {}
+    known, given = reported(run)["runs"], os.environ.copy()
     for name in CONTINUED.keys() & known.keys():
         for variable, value in CONTINUED[name].items():
             os.environ.setdefault(variable, value.format_map(known[name]))
