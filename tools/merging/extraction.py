@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.change import Change, Computed, Source, Stored, TensorFile, json_file
+from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.heads.finding import architectures_of
 from tools.lora.adapters import PREFIX
@@ -29,10 +30,14 @@ def extract_plan(
 ) -> Change:
     """The change that makes the directory of a full fine-tune an adapter; `errors` are filled in as it is written.
 
-    `base_name` is what the adapter calls its base. No rank is greater than the greatest a layer can have.
+    `base_name` is what the adapter calls its base. No rank is greater than the greatest a layer can have. Raises
+    CheckpointError for a difference that no adapter can hold.
     """
     found = difference(tuned, base)
-    rank = min(rank, max((min(now.shape) for now, _ in found.linear.values()), default=rank))
+    if not found.linear:
+        problem = f"no linear layer differs from {base.path}, and an adapter without LoRA does not load"
+        raise CheckpointError(tuned.path, problem, "use the fine-tuned model itself")
+    rank = min(rank, max(min(now.shape) for now, _ in found.linear.values()))
     total = sum(source.nbytes for source, _ in found.linear.values())
     done = 0
 
