@@ -10,9 +10,10 @@ from tools.checkpoint.layout import Checkpoint
 from tools.hub import local_copy
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, files_from, is_head, quantisation
+from tools.merging.fitting import CLASSIFIER_HEADS
 from tools.merging.floats import ITEM_BYTES, Matrices
 from tools.merging.low_rank import Block, merged_blocks
-from tools.merging.model_config import as_classifier, says_tied, untied, with_vocabulary
+from tools.merging.model_config import as_classifier, says_tied, untied, with_labels, with_vocabulary
 from tools.merging.parameters import Parameters, parameters_of
 from tools.merging.shards import in_shards, like_base
 from tools.merging.stored_rows import cast, with_rows, with_vectors
@@ -89,6 +90,9 @@ def _config(
         task = (adapter.checkpoint.adapter_config or {}).get("task_type")
         labels = list(parameters.heads.values())[-1].shape[0]
         config = as_classifier(base.path, config, task, labels)
+    for name, source in parameters.saved.items():
+        if name.startswith(CLASSIFIER_HEADS) and source.shape != base.tensors[name].shape:
+            config = with_labels(config, source.shape[0])
     return config
 
 
