@@ -65,10 +65,12 @@ def stores_transposed(config: Mapping[str, Any], weight: Stored) -> bool:
     if is_head(weight.name) or len(weight.shape) != 2:
         return False
     parts = [each for each in config.values() if isinstance(each, dict)]
+    if _is_transposing(family):
+        return True
     if family is config and weight.shape[0] == weight.shape[1] and any(map(_is_transposing, parts)):
         problem = f"{weight.name} is square, and config.json does not say whether it is [in, out] or [out, in]"
-        raise CheckpointError(weight.file.path, problem, "leave out this module, or use the adapter as it is")
-    return _is_transposing(family)
+        raise CheckpointError(weight.file.path, problem, "load the model with PEFT instead")
+    return False
 
 
 def _is_transposing(config: Mapping[str, Any]) -> bool:
