@@ -204,3 +204,15 @@ def test_a_zero_that_got_a_sign_is_no_error(tmp_path: Path) -> None:
         save_file(held, folder / "model.safetensors", {"format": "pt"})
     report = extract_adapter(tmp_path / "tuned", base=str(base), output=tmp_path / "adapter")
     assert report.details["relative error"] == "0"
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    base = merging.model(tmp_path / "base")
+    tuned = tuned_from(base, everywhere)
+    held = merging.tensors(tuned)
+    save_file(held | {"model.norm.weight": torch.full((32,), float("nan"))}, tuned / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"model.norm.weight would hold NaN or infinity; the training had diverged"
+    ):
+        extract_adapter(tuned, base=str(base), output=tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

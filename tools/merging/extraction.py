@@ -13,6 +13,7 @@ from tools.merging.base import Base
 from tools.merging.changes import stores_transposed
 from tools.merging.difference import Difference, difference
 from tools.merging.floats import matrix
+from tools.merging.stored_rows import finite
 
 if TYPE_CHECKING:
     from tools.lora.svd import Matrix
@@ -55,7 +56,7 @@ def extract_plan(
     for name, source in {**found.saved, **found.biases}.items():
         owner, _, last = name.rpartition(".")
         layer = ".base_layer" if f"{owner}.weight" in found.linear else ""
-        tensors[f"{PREFIX}{owner}{layer}.{last}"] = source
+        tensors[f"{PREFIX}{owner}{layer}.{last}"] = finite(source)
     changed = {*found.linear, *found.saved, *found.biases}
     files = {
         **dict.fromkeys(_left_behind(tuned.checkpoint)),

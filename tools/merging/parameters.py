@@ -95,7 +95,7 @@ def _of_one(adapter: Adapter, base: Base) -> Parameters:
     require_rows(adapter, base, weights, tokens)
     low_rank = changes_of(adapter, base, weights, rename)
     require_one_change(adapter, saved, tokens, vectors, low_rank)
-    for name in {*low_rank, *vectors, *tokens}:
+    for name in {*saved, *low_rank, *vectors, *tokens}:
         require_floats(weights[name])
     own = {name: source for name, source in weights.items() if source != base.tensors.get(name)}
     return Parameters(own, saved, low_rank, vectors, tokens, heads)
