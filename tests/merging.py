@@ -22,6 +22,7 @@ def model(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, *
     own = {
         "llama": {"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": False},
         "gpt2": {"n_positions": 32},
+        "gpt_neox": {"intermediate_size": 64},
         "qwen3_moe": {
             "num_key_value_heads": 2,
             "intermediate_size": 48,

@@ -1,8 +1,10 @@
 """extract-adapter: exact where training changed a low rank, the nearest otherwise, and PEFT loads what comes out."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import merging
 import pytest
@@ -10,7 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 from snapshots import contents, state
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tools import logits
 from tools.checkpoint.errors import CheckpointError
@@ -20,10 +22,12 @@ from tools.postprocess.merge_adapter import merge_adapter
 Tensors = dict[str, torch.Tensor]
 
 
-def tuned_from(base: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Path:
+def tuned_from(
+    base: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None], kind: Any = AutoModelForCausalLM
+) -> Path:
     """A fine-tune of the base, each tensor as `change` makes it; None for those that stay."""
     torch.manual_seed(3)
-    loaded = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    loaded = kind.from_pretrained(base, dtype="auto")
     with torch.no_grad():
         for name, parameter in loaded.named_parameters():
             if (more := change(name, parameter)) is not None:
@@ -152,4 +156,63 @@ def test_what_no_adapter_can_hold_is_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text((base / "config.json").read_text())
         with pytest.raises(CheckpointError, match=problem):
             extract_adapter(tmp_path / name, base=str(base), output=tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_copy_of_the_output_matrix_in_the_base_hides_nothing(tmp_path: Path) -> None:
+    base = merging.model(tmp_path / "base", tie_word_embeddings=True)
+    tuned = tuned_from(base, everywhere)
+    merging.store_head(base)
+    extract_adapter(tuned, base=str(base), rank=64, output=tmp_path / "adapter")
+    assert (said(base, tmp_path / "adapter") - merging.logits(tuned)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+def test_the_output_matrix_has_its_name_in_the_model(tie: bool, tmp_path: Path) -> None:
+    """Files of GPT-NeoX call it embed_out."""
+    base = merging.model(tmp_path / "base", "gpt_neox", tie_word_embeddings=tie)
+    tuned = tuned_from(base, everywhere)
+    extract_adapter(tuned, base=str(base), rank=64, output=tmp_path / "adapter")
+    assert (said(base, tmp_path / "adapter") - merging.logits(tuned)).abs().max() < 1e-5
+    merge_adapter(tmp_path / "adapter", base=str(base), output=tmp_path / "merged")
+    assert (merging.logits(tmp_path / "merged") - merging.logits(tuned)).abs().max() < 1e-5
+
+
+def test_a_classifier_has_no_output_matrix_to_save(tmp_path: Path) -> None:
+    base = merging.model(tmp_path / "base", tie_word_embeddings=True)
+    tuned = tuned_from(base, everywhere, AutoModelForSequenceClassification)
+    extract_adapter(tuned, base=str(base), rank=64, output=tmp_path / "adapter")
+    saved = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["modules_to_save"]
+    assert "score" in saved
+    assert "lm_head" not in saved
+
+
+def test_a_change_of_norms_alone_is_no_adapter(tmp_path: Path) -> None:
+    base = merging.model(tmp_path / "base")
+    tuned = tuned_from(base, lambda name, tensor: everywhere(name, tensor) if "norm" in name else None)
+    with pytest.raises(CheckpointError, match=r"no linear layer differs from .*; use the fine-tuned model itself"):
+        extract_adapter(tuned, base=str(base), output=tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_zero_that_got_a_sign_is_no_error(tmp_path: Path) -> None:
+    base = merging.model(tmp_path / "base")
+    shutil.copytree(base, tmp_path / "tuned")
+    held = merging.tensors(base)
+    for folder, zero in ((base, 0.0), (tmp_path / "tuned", -0.0)):
+        held["model.layers.0.self_attn.q_proj.weight"][0, 0] = zero
+        save_file(held, folder / "model.safetensors", {"format": "pt"})
+    report = extract_adapter(tmp_path / "tuned", base=str(base), output=tmp_path / "adapter")
+    assert report.details["relative error"] == "0"
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    base = merging.model(tmp_path / "base")
+    tuned = tuned_from(base, everywhere)
+    held = merging.tensors(tuned)
+    save_file(held | {"model.norm.weight": torch.full((32,), float("nan"))}, tuned / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"model.norm.weight would hold NaN or infinity; the training had diverged"
+    ):
+        extract_adapter(tuned, base=str(base), output=tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

@@ -14,9 +14,9 @@ from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModel, ConvNextC
 from tools.checkpoint.change import Stored
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import read_weight_file
-from tools.lora.floats import widened
+from tools.lora.floats import rounded, widened
 from tools.merging import low_rank
-from tools.merging.floats import Matrices, rounded
+from tools.merging.floats import Matrices
 from tools.merging.low_rank import LowRank, merged_blocks
 from tools.postprocess.merge_adapter import merge_adapter
 

@@ -67,7 +67,7 @@ def read_adapter(path: Checkpoint, weight: float = 1.0) -> Adapter:
         raise CheckpointError(path.path / path.adapter.name, "holds no tensor of an adapter", "the save was cut short")
     used = {source.name for source in saved.values()}
     redundant = frozenset(s.name for n, s in rest.items() if s.name not in used and not n.endswith(_TOKENS))
-    copies = {name.replace(".base_layer.", "."): source for name, source in copies.items()}
+    copies = {n.replace(".token_adapter.", ".").replace(".base_layer.", "."): s for n, s in copies.items()}
     return Adapter(path, weight, tuple(modules.values()), saved, copies, tokens, _head(path), redundant)
 
 

@@ -55,8 +55,26 @@ def _change(adapter: Adapter, module: LoraModule, weight: Stored, base: Base) ->
 
 
 def stores_transposed(config: Mapping[str, Any], weight: Stored) -> bool:
-    """Whether a linear layer of this family keeps its weight as [in, out]; all do but the output matrix."""
-    return config.get("model_type") in _TRANSPOSED and not is_head(weight.name)
+    """Whether a linear layer of this family keeps its weight as [in, out]; all do but the output matrix.
+
+    A model made of several names a part by its key in config.json: `decoder.` is of the family in `decoder`.
+    Raises CheckpointError for a square matrix when such a family is somewhere in it, and no name tells where.
+    """
+    part = config.get(weight.name.partition(".")[0])
+    family = part if isinstance(part, dict) else config
+    if is_head(weight.name) or len(weight.shape) != 2:
+        return False
+    parts = [each for each in config.values() if isinstance(each, dict)]
+    if _is_transposing(family):
+        return True
+    if family is config and weight.shape[0] == weight.shape[1] and any(map(_is_transposing, parts)):
+        problem = f"{weight.name} is square, and config.json does not say whether it is [in, out] or [out, in]"
+        raise CheckpointError(weight.file.path, problem, "load the model with PEFT instead")
+    return False
+
+
+def _is_transposing(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") in _TRANSPOSED
 
 
 def _is_transposed(shape: tuple[int, int], stored: Sequence[int], when_square: bool) -> bool:

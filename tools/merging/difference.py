@@ -57,13 +57,28 @@ def difference(tuned: Base, base: Base) -> Difference:
     biased = [name for name in changed if name.endswith(".bias") and name.removesuffix("bias") in owners]
     whole = {name.rpartition(".")[0] for name in changed if name not in linear and name not in biased}
     saved = {name: source for name, source in tuned.tensors.items() if name.rpartition(".")[0] in whole}
-    if base.embedding in saved and base.head is None and tuned.head is None and is_tied(base.config):
-        saved["lm_head.weight"] = saved[base.embedding]
+    saved = {_in_model(name, tuned): source for name, source in saved.items()} | _tied_head(tuned, base)
     bias = "none" if not biased else "lora_only"
     if any(f"{name.removesuffix('bias')}weight" not in linear for name in biased):
         bias = "all"
     biases = {n: s for n, s in tuned.tensors.items() if n not in saved and _goes_with(n, bias, linear)}
     return Difference(linear, saved, biases, bias)
+
+
+def _in_model(name: str, tuned: Base) -> str:
+    """The name in the model of what files of GPT-NeoX call `embed_out` (transformers 5.24, conversion_mapping)."""
+    return name.replace("embed_out.", "lm_head.") if tuned.config.get("model_type") == "gpt_neox" else name
+
+
+def _tied_head(tuned: Base, base: Base) -> dict[str, Stored]:
+    """A fine-tune's tied output matrix, by its name in the model; empty when it is that of the base."""
+    if tuned.embedding is None or tuned.head is not None or not is_tied(tuned.config):
+        return {}
+    before = base.head or base.embedding
+    if before and same_bytes(tuned.tensors[tuned.embedding], base.tensors[before]):
+        return {}
+    module = "embed_out" if tuned.config.get("model_type") == "gpt_neox_japanese" else "lm_head"
+    return {f"{module}.weight": tuned.tensors[tuned.embedding]}
 
 
 def _goes_with(name: str, bias: str, linear: Mapping[str, object]) -> bool:

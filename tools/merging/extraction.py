@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.change import Change, Computed, Source, Stored, TensorFile, json_file
+from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.heads.finding import architectures_of
 from tools.lora.adapters import PREFIX
@@ -12,6 +13,7 @@ from tools.merging.base import Base
 from tools.merging.changes import stores_transposed
 from tools.merging.difference import Difference, difference
 from tools.merging.floats import matrix
+from tools.merging.stored_rows import finite
 
 if TYPE_CHECKING:
     from tools.lora.svd import Matrix
@@ -29,10 +31,14 @@ def extract_plan(
 ) -> Change:
     """The change that makes the directory of a full fine-tune an adapter; `errors` are filled in as it is written.
 
-    `base_name` is what the adapter calls its base. No rank is greater than the greatest a layer can have.
+    `base_name` is what the adapter calls its base. No rank is greater than the greatest a layer can have. Raises
+    CheckpointError for a difference that no adapter can hold.
     """
     found = difference(tuned, base)
-    rank = min(rank, max((min(now.shape) for now, _ in found.linear.values()), default=rank))
+    if not found.linear:
+        problem = f"no linear layer differs from {base.path}, and an adapter without LoRA does not load"
+        raise CheckpointError(tuned.path, problem, "use the fine-tuned model itself")
+    rank = min(rank, max(min(now.shape) for now, _ in found.linear.values()))
     total = sum(source.nbytes for source, _ in found.linear.values())
     done = 0
 
@@ -50,7 +56,7 @@ def extract_plan(
     for name, source in {**found.saved, **found.biases}.items():
         owner, _, last = name.rpartition(".")
         layer = ".base_layer" if f"{owner}.weight" in found.linear else ""
-        tensors[f"{PREFIX}{owner}{layer}.{last}"] = source
+        tensors[f"{PREFIX}{owner}{layer}.{last}"] = finite(source)
     changed = {*found.linear, *found.saved, *found.biases}
     files = {
         **dict.fromkeys(_left_behind(tuned.checkpoint)),

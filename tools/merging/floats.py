@@ -13,19 +13,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+# What is as large as this becomes infinity: the greatest number of the dtype and half a unit in its last place.
+_LIMITS = {"F32": float("inf"), "F16": 65520.0, "BF16": 2.0**128 - 2.0**119}
 
 
-def rounded(values: "NDArray[float32]", dtype: str) -> bytes:
-    """Float32 values as bytes of `dtype`, rounded once; `values` are used up.
+def rounded(values: "NDArray[float32]", dtype: str, weight: Stored) -> bytes:
+    """Float32 values of `weight` as bytes of `dtype`, rounded once; `values` are used up.
 
-    Raises FloatingPointError for a finite value that float16 cannot hold.
+    Raises CheckpointError for a value that is no finite number, or none once it is rounded.
     """
     import numpy as np
 
-    if dtype != "F16":
+    limit = _LIMITS[dtype]
+    if -limit < values.min() and values.max() < limit:  # false for NaN too
         return floats.rounded(values, dtype)
-    with np.errstate(over="raise"):
-        return floats.rounded(values, dtype)
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            weight.file.path, f"{weight.name} would hold NaN or infinity", "the training had diverged"
+        )
+    problem = f"{weight.name} would have numbers that {dtype} cannot hold"
+    raise CheckpointError(weight.file.path, problem, "give the base in BF16 or F32")
 
 
 def matrix(source: Stored) -> "NDArray[float32]":

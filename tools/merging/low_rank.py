@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tools.checkpoint.change import Stored
-from tools.checkpoint.errors import CheckpointError
 from tools.lora.floats import widened
 from tools.merging.floats import ITEM_BYTES, Matrices, rounded
 
@@ -102,11 +101,7 @@ def _merge_of(
         total = summed(row, raw)
         if norm is not None:
             total *= norm(row, total)
-        try:
-            return rounded(total, dtype)
-        except FloatingPointError:
-            problem = f"{weight.name} would have numbers that {dtype} cannot hold"
-            raise CheckpointError(weight.file.path, problem, "give the base in BF16 or F32") from None
+        return rounded(total, dtype, weight)
 
     return merge
 

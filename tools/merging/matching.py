@@ -24,8 +24,9 @@ def renaming(
 ) -> Rename:
     """The way from a name in the adapter's model to that in the files of the base, one for all of `names`.
 
-    A name is as it is, or without its first component, or behind the first component of the base's names: a model was
-    trained with or without its head. Raises CheckpointError with an unmatched name and the nearest of the base.
+    A name is as files of its family have it, or as it is, or without its first component, or behind the first component
+    of the base's names: a model was trained with or without its head. Raises CheckpointError with an unmatched name and
+    the nearest of the base.
     """
     held = list(held)
     best: list[str] = []
@@ -50,8 +51,8 @@ def _renamings(names: Sequence[str], held: Sequence[str]) -> Iterator[Rename]:
 
     first = names[0].split(".")[0] + "." if names else ""
     prefixes = {name.split(".")[0] + "." for name in held if name.count(".") > 2}
-    yield lambda name: name
     yield in_family
+    yield lambda name: name
     yield lambda name: in_family(name.removeprefix(first))
     for prefix in sorted(prefixes):
         yield lambda name, prefix=prefix: in_family(prefix + name)  # type: ignore[misc]

@@ -35,7 +35,7 @@ def as_classifier(path: Path, config: Config, task: str | None, labels: int) -> 
     """
     architecture = next(iter(architectures_of(config)), "")
     if architecture.endswith(tuple(_CLASSIFIERS.values())):
-        return _with_labels(config, labels)
+        return with_labels(config, labels)
     ending = next((e for e in (*WITH_OUTPUT_MATRIX, "Model") if architecture.endswith(e)), None)
     if ending is None or task not in _CLASSIFIERS:
         problem = (
@@ -43,10 +43,11 @@ def as_classifier(path: Path, config: Config, task: str | None, labels: int) -> 
         )
         raise CheckpointError(path, problem, "set architectures in the base's config.json to that class")
     name = architecture.removesuffix(ending) + _CLASSIFIERS[task]
-    return _with_labels({**config, "architectures": [name]}, labels)
+    return with_labels({**config, "architectures": [name]}, labels)
 
 
-def _with_labels(config: Config, labels: int) -> dict[str, Any]:
+def with_labels(config: Config, labels: int) -> dict[str, Any]:
+    """The config of a classifier of this many labels; those that it names stay when they are as many."""
     if len(config.get("id2label") or {}) == labels:
         return dict(config)
     names = {str(number): f"LABEL_{number}" for number in range(labels)}

@@ -8,11 +8,12 @@ from tools.checkpoint.errors import CheckpointError
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, is_head
 from tools.merging.changes import Parts, changes_of
+from tools.merging.fitting import CLASSIFIER_HEADS, require_one_change, require_rows, require_shapes
 from tools.merging.floats import require_floats
 from tools.merging.matching import Rename, renaming
 
-# The head of a classifier that was trained beside the adapter; the base of a causal LM has none.
-_CLASSIFIER_HEADS = ("score.", "classifier.")
+# Ids of tokens, and the rows that they get, in this order.
+Rows = tuple[tuple[int, ...], Stored]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Parameters:
     saved: Mapping[str, Stored]
     low_rank: Mapping[str, Parts]
     vectors: Mapping[str, tuple[tuple[float, Stored], ...]]
-    tokens: Mapping[str, tuple[tuple[int, ...], Stored]]
+    tokens: Mapping[str, Rows]
     heads: Mapping[str, Stored]
 
     @property
@@ -79,7 +80,7 @@ def _of_one(adapter: Adapter, base: Base) -> Parameters:
     weights |= _grown(adapter, base, weights, rename)
     heads, saved = {}, {}
     for name, source in adapter.saved.items():
-        if name.startswith(_CLASSIFIER_HEADS) and name not in weights:
+        if name.startswith(CLASSIFIER_HEADS) and name not in weights:
             heads[name] = source
         else:
             saved[rename(name)] = source
@@ -90,9 +91,11 @@ def _of_one(adapter: Adapter, base: Base) -> Parameters:
         if module.bias is not None
     }
     _require_biases(adapter, base, weights, vectors)
-    _require_there(adapter, base, weights, (*saved, *tokens))
+    require_shapes(adapter, base, weights, saved)
+    require_rows(adapter, base, weights, tokens)
     low_rank = changes_of(adapter, base, weights, rename)
-    for name in {*low_rank, *vectors, *tokens}:
+    require_one_change(adapter, saved, tokens, vectors, low_rank)
+    for name in {*saved, *low_rank, *vectors, *tokens}:
         require_floats(weights[name])
     own = {name: source for name, source in weights.items() if source != base.tensors.get(name)}
     return Parameters(own, saved, low_rank, vectors, tokens, heads)
@@ -115,7 +118,7 @@ def _renaming(adapter: Adapter, base: Base, weights: Mapping[str, Stored]) -> Re
     owners = {f"{module.name.replace('.base_layer', '')}." for module in adapter.modules if module.kind == "parameter"}
     plain = [f"{module.name}.weight" for module in adapter.modules if module.kind != "parameter"]
     names = [*plain, *sorted(owners)] or [
-        *(name for name in adapter.saved if not name.startswith(_CLASSIFIER_HEADS)),
+        *(name for name in adapter.saved if not name.startswith(CLASSIFIER_HEADS)),
         *_token_names(adapter),
     ]
 
@@ -150,10 +153,3 @@ def _require_biases(adapter: Adapter, base: Base, weights: Mapping[str, Stored],
     if name := next((name for name in names if name not in weights), None):
         problem = f"has biases of its own (lora_bias), and {base.path} has no {name} that one could be added to"
         raise CheckpointError(adapter.checkpoint.path, problem, "use it as an adapter; it cannot be merged")
-
-
-def _require_there(adapter: Adapter, base: Base, weights: Mapping[str, Stored], names: Iterable[str]) -> None:
-    for name in names:
-        if name not in weights:
-            problem = f"brings {name}, which {base.path} does not have"
-            raise CheckpointError(adapter.checkpoint.path, problem, "is it the base that the adapter was trained on?")

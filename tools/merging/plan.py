@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoint.change import Change, Computed, Content, FileCopy, Source, Stored, TensorFile, json_file
+from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.hub import local_copy
 from tools.lora.base_config import says_tied
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, files_from, is_head, quantisation
+from tools.merging.fitting import CLASSIFIER_HEADS
 from tools.merging.floats import ITEM_BYTES, Matrices
 from tools.merging.low_rank import Block, merged_blocks
-from tools.merging.model_config import as_classifier, untied, with_vocabulary
+from tools.merging.model_config import as_classifier, untied, with_labels, with_vocabulary
 from tools.merging.parameters import Parameters, parameters_of
 from tools.merging.shards import in_shards, like_base
-from tools.merging.stored_rows import cast, with_rows, with_vectors
+from tools.merging.stored_rows import replaced, with_rows, with_vectors
 from tools.merging.tying import output_matrix
 from tools.merging.vocabulary import require_vocabulary
 
@@ -26,7 +28,11 @@ Watch = Callable[[Iterable[Block]], Iterator[bytes]]
 
 
 def merge_plan(adapters: Sequence[Adapter], base: Base, largest: int | None, watch: Watch) -> Change:
-    """The change that makes the directory of the first adapter the merged model."""
+    """The change that makes the directory of the first adapter the merged model.
+
+    Raises CheckpointError for what cannot be merged, naming it.
+    """
+    _refuse_more_heads(adapters)
     parameters = parameters_of(adapters, base)
     head, start = output_matrix(base, parameters, adapters)
     weights = {**parameters.weights, **({head: start} if head and start else {})}
@@ -39,7 +45,8 @@ def merge_plan(adapters: Sequence[Adapter], base: Base, largest: int | None, wat
     require_vocabulary(base, adapters[0].checkpoint, tensors)
     config = _config(base, adapters[0], parameters, tensors, is_untied=head is not None)
     if parameters.heads:
-        tensors = {name: source for name, source in tensors.items() if not is_head(name)} | dict(parameters.heads)
+        tensors = {name: source for name, source in tensors.items() if not is_head(name)}
+        tensors |= {name: _replaced(None, source, source.dtype, watch) for name, source in parameters.heads.items()}
     files = in_shards(tensors, largest, base.weights.files[0].metadata) if largest else like_base(base.weights, tensors)
     taken, left = files_from(base.checkpoint, adapters[0].checkpoint)
     value_head = _value_head(adapters[0])
@@ -60,8 +67,8 @@ def merge_plan(adapters: Sequence[Adapter], base: Base, largest: int | None, wat
 def _tensor(name: str, weight: Stored, parameters: Parameters, base: Base, read: Matrices, watch: Watch) -> Source:
     """One tensor of the merged model, in the dtype that the base has it in."""
     dtype = base.tensors.get(name, weight).dtype
-    if name in parameters.saved:
-        return cast(parameters.saved[name], dtype)
+    if source := parameters.saved.get(name):
+        return _replaced(base.tensors.get(name), source, dtype, watch)
     if parts := parameters.low_rank.get(name):
         sources = [source for changes in parts for change in changes for source in change.sources]
         return _computed(weight, dtype, lambda: watch(merged_blocks(weight, parts, dtype, read)), sources)
@@ -71,6 +78,12 @@ def _tensor(name: str, weight: Stored, parameters: Parameters, base: Base, read:
         indices, rows = parameters.tokens[name]
         return _computed(weight, dtype, lambda: watch(with_rows(weight, indices, rows, dtype)), [rows])
     return weight
+
+
+def _replaced(weight: Stored | None, source: Stored, dtype: str, watch: Watch) -> Computed:
+    """A tensor of the adapter in the place of one of the base, None where the base has none."""
+    nbytes = source.tensor.elements * ITEM_BYTES[dtype]
+    return Computed(dtype, source.shape, nbytes, lambda: watch(replaced(weight, source, dtype)), (source,), apart=True)
 
 
 def _computed(weight: Stored, dtype: str, blocks: Callable[[], Iterator[bytes]], sources: Sequence[Stored]) -> Computed:
@@ -90,6 +103,9 @@ def _config(
         task = (adapter.checkpoint.adapter_config or {}).get("task_type")
         labels = list(parameters.heads.values())[-1].shape[0]
         config = as_classifier(base.path, config, task, labels)
+    for name, source in parameters.saved.items():
+        if name.startswith(CLASSIFIER_HEADS) and source.shape != base.tensors[name].shape:
+            config = with_labels(config, source.shape[0])
     return config
 
 
@@ -102,6 +118,13 @@ def _left_behind(adapter: Checkpoint) -> list[str]:
 
 def _value_head(adapter: Adapter) -> dict[str, Content]:
     return {VALUE_HEAD: TensorFile(adapter.head)} if adapter.head else {}
+
+
+def _refuse_more_heads(adapters: Sequence[Adapter]) -> None:
+    for adapter in adapters[1:]:
+        if adapter.head or adapter.checkpoint.head:
+            problem = "has a value head, and the merged model gets that of the first adapter alone"
+            raise CheckpointError(adapter.checkpoint.path, problem, "name this adapter first, or move its head away")
 
 
 def _not_used(adapter: Adapter, tensors: Mapping[str, Source]) -> frozenset[str]:

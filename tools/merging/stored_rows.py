@@ -1,27 +1,32 @@
-"""Tensors of a merged model without a product of low rank: cast, with rows replaced, with a vector added."""
+"""Tensors of a merged model without a product of low rank: replaced, in whole or by rows, or with a vector added."""
 
 from collections.abc import Iterator, Sequence
 
 from tools.checkpoint.change import Computed, Source, Stored
 from tools.lora.floats import widened
-from tools.merging.floats import ITEM_BYTES, Matrices, matrix, require_floats, rounded
+from tools.merging.floats import ITEM_BYTES, Matrices, matrix, rounded
 from tools.merging.low_rank import Block
 
 _BLOCK_BYTES = 1 << 18
 
 
-def cast(source: Stored, dtype: str) -> Source:
-    """The tensor in this dtype, each value rounded once; the stored one where it has it."""
-    if source.dtype == dtype:
+def replaced(weight: Stored | None, source: Stored, dtype: str) -> Iterator[Block]:
+    """The blocks of a tensor, None for a new one, that `source` takes the place of, each value rounded once."""
+    step = _BLOCK_BYTES // 4
+    before = raw_blocks(weight, step * ITEM_BYTES[weight.dtype]) if weight else iter(())
+    for raw in raw_blocks(source, step * ITEM_BYTES[source.dtype]):
+        yield next(before, b""), rounded(widened(raw, source.dtype).copy(), dtype, source)
+
+
+def finite(source: Stored) -> Source:
+    """The tensor as it is; raises CheckpointError when it is written and holds NaN or infinity."""
+    if source.dtype not in ITEM_BYTES:
         return source
-    require_floats(source)
 
     def blocks() -> Iterator[bytes]:
-        for raw in raw_blocks(source, _BLOCK_BYTES):
-            yield rounded(widened(raw, source.dtype).copy(), dtype)
+        return (new for _, new in replaced(None, source, source.dtype))
 
-    nbytes = source.tensor.elements * ITEM_BYTES[dtype]
-    return Computed(dtype, source.shape, nbytes, blocks, (source,))
+    return Computed(source.dtype, source.shape, source.nbytes, blocks, (source,))
 
 
 def raw_blocks(source: Stored, size: int) -> Iterator[bytes]:
@@ -42,7 +47,7 @@ def with_rows(weight: Stored, indices: Sequence[int], rows: Stored, dtype: str) 
         values = widened(raw, weight.dtype).reshape(-1, hidden).copy()
         for row in new.keys() & set(range(first, first + len(values))):
             values[row - first] = new[row]
-        yield raw, rounded(values, dtype)
+        yield raw, rounded(values, dtype, weight)
 
 
 def with_vectors(weight: Stored, vectors: Sequence[tuple[float, Stored]], read: Matrices) -> Iterator[Block]:
@@ -51,4 +56,4 @@ def with_vectors(weight: Stored, vectors: Sequence[tuple[float, Stored]], read: 
     total = widened(raw, weight.dtype).copy()
     for scale, vector in vectors:
         total += total.dtype.type(scale) * read(vector)
-    yield raw, rounded(total, weight.dtype)
+    yield raw, rounded(total, weight.dtype, weight)

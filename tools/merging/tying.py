@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 
 from tools.checkpoint.change import Stored, same_bytes
+from tools.checkpoint.errors import CheckpointError
 from tools.lora.base_config import is_tied, says_tied
 from tools.merging.adapter import Adapter
 from tools.merging.base import Base, is_head
-from tools.merging.parameters import Parameters
+from tools.merging.parameters import Parameters, Rows
 
 
 def output_matrix(base: Base, parameters: Parameters, adapters: Sequence[Adapter]) -> tuple[str | None, Stored | None]:
     """The name of an output matrix that a tied model gets as its own, and the tensor it starts from.
 
     The name is None where there is none to add: nothing was tied, or it still is. Then a tensor without a name is the
-    copy of the embedding in the files, which would be stale and goes.
+    copy of the embedding in the files, which would be stale and goes. Raises CheckpointError for tokens that PEFT 0.21
+    trains in both, in one of them below LoRA.
     """
     embedding, copy = base.embedding, _copy(base)
     if embedding is None or not (copy or (base.head is None and is_tied(base.config))):
@@ -21,6 +23,9 @@ def output_matrix(base: Base, parameters: Parameters, adapters: Sequence[Adapter
     head = base.head or next((name for name in sorted(parameters.touched) if is_head(name)), "lm_head.weight")
     if not parameters.touched & {embedding, head}:
         return None, None
+    if head in parameters.low_rank and embedding in parameters.tokens:
+        problem = f"trains tokens of {embedding} and LoRA of {head}, which is tied to it"
+        raise CheckpointError(adapters[0].checkpoint.path, problem, "use it as an adapter; it cannot be merged")
     if _stay_one(embedding, head, parameters, adapters):
         return None, copy
     return head, parameters.weights.get(head, parameters.weights[embedding])
@@ -41,11 +46,17 @@ def _stay_one(embedding: str, head: str, parameters: Parameters, adapters: Seque
     """
     if any(adapter.ties for adapter in adapters):
         return True
-    if head in parameters.low_rank or embedding in parameters.low_rank or head in parameters.tokens:
+    if head in parameters.low_rank or embedding in parameters.low_rank:
         return False
+    if head in parameters.tokens:
+        return embedding in parameters.tokens and _same_rows(parameters.tokens[embedding], parameters.tokens[head])
     saved = [parameters.saved[name] for name in (embedding, head) if name in parameters.saved]
     if len(saved) == 2:
         return same_bytes(*saved)
     return head not in parameters.saved and not any(
         adapter.saves(embedding.removesuffix(".weight")) for adapter in adapters
     )
+
+
+def _same_rows(one: Rows, other: Rows) -> bool:
+    return one[0] == other[0] and same_bytes(one[1], other[1])

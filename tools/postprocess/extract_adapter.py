@@ -68,6 +68,11 @@ def extract_adapter(
 def _told(errors: "Errors") -> dict[str, object]:
     """Relative errors, |D - B A| / |D| (Frobenius): over all layers, then of each, the greatest first."""
     missing, whole = (sum(pair[part] for pair in errors.values()) for part in (0, 1))
-    each = {module: math.sqrt(part / total) for module, (part, total) in errors.items()}
+    each = {module: _relative(*pair) for module, pair in errors.items()}
     shown = {module: f"{error:.3g}" for module, error in sorted(each.items(), key=lambda item: -item[1])}
-    return {"relative error": f"{math.sqrt(missing / whole):.3g}", "relative error of each": shown}
+    return {"relative error": f"{_relative(missing, whole):.3g}", "relative error of each": shown}
+
+
+def _relative(missing: float, whole: float) -> float:
+    """The root of their ratio; 0 for a difference of zeros, as between 0.0 and -0.0."""
+    return math.sqrt(missing / whole) if whole else 0.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tools.checkpoint.change import Change, Computed, Stored, TensorFile
+from tools.checkpoint.change import Change, Computed, TensorFile
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.receipts import fingerprint
@@ -128,8 +128,7 @@ class _Watch:
         files = [content for content in change.files.values() if isinstance(content, TensorFile)]
         sources = [source for content in files for source in content.tensors.values()]
         self.total = sum(source.nbytes for source in sources if isinstance(source, Computed))
-        replaced = any(isinstance(each, Stored) and each.file.path.parent == self.adapter for each in sources)
-        return change if replaced else replace(change, accept=self.accept)
+        return replace(change, accept=self.accept)
 
     def blocks(self, blocks: "Iterable[Block]") -> Iterator[bytes]:
         row = 0 if os.getpid() == self.process else 1
