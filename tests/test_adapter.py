@@ -276,7 +276,7 @@ def test_c9_the_precision_is_chosen_and_explained(untied, tmp_path, monkeypatch,
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: gpu == "NVIDIA H200")
     config = load_config(write_run(tmp_path, untied), overrides).config
-    assert str(chosen_precision(config)).startswith(said)
+    assert str(chosen_precision(config, {})).startswith(said)
 
 
 def test_c9_the_choice_is_printed(untied: Path, tmp_path: Path, caplog) -> None:

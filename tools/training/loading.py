@@ -39,7 +39,7 @@ def load(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any], resum
     if resume and changes_base(config.finetuning.init_lora_weights):
         require(config.run_dir / INITIAL_ADAPTER)
     check_quantization(config.model.quantization)
-    precision = chosen_precision(config)
+    precision = chosen_precision(config, arguments)
     logger.info("precision: %s", precision)
     args = trainer_args(config, stage, arguments, precision)
     tokenizer = load_tokenizer(config.model)
@@ -60,8 +60,8 @@ def trainer_args(config: "TrainConfig", stage: "Stage", arguments: dict[str, Any
     from tools.training.config_rules import in_step
 
     defaults = {
-        "bf16": precision.bf16 and not arguments.get("fp16"),
-        "fp16": precision.fp16 and not arguments.get("bf16"),
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
         "use_cpu": not torch.accelerator.is_available(),
         "disable_tqdm": not sys.stderr.isatty(),
         "include_num_input_tokens_seen": "non_padding",

@@ -24,16 +24,17 @@ class Precision:
         return f"{self.weights} weights, computed in {computed}: {self.why}"
 
 
-def chosen_precision(config: "TrainConfig", training: Mapping[str, Any] | None = None) -> Precision:
+def chosen_precision(config: "TrainConfig", training: Mapping[str, Any]) -> Precision:
     """How a run computes: as its model and device have it, unless `bf16` or `fp16` in `training` says otherwise."""
     chosen = _of_the_model(config)
-    given = {key: value for key in ("bf16", "fp16") if (value := (training or {}).get(key)) is not None}
+    given = {key: value for key in ("bf16", "fp16") if (value := training.get(key)) is not None}
     bf16 = given.get("bf16", chosen.bf16 and not given.get("fp16"))
     fp16 = given.get("fp16", chosen.fp16 and not given.get("bf16"))
     if (bf16, fp16) == (chosen.bf16, chosen.fp16):
         return chosen
     said = ", ".join(f"training.{key} is {str(value).lower()}" for key, value in given.items())
-    return Precision(chosen.weights, bf16, fp16, f"{chosen.why}; but {said}")
+    weights = chosen.weights if chosen.weights == "float32" or not (bf16 or fp16) else "bfloat16" if bf16 else "float16"
+    return Precision(weights, bf16, fp16, f"{chosen.why}; but {said}")
 
 
 def _of_the_model(config: "TrainConfig") -> Precision:

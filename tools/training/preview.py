@@ -42,8 +42,8 @@ def preview(config: Path, overrides: Sequence[str] = (), *, batches: int = 1) ->
     resolved = load_config(config, overrides)
     settings = resolved.config
     stage = load_stage(settings.finetuning.stage)
-    precision = chosen_precision(settings)
     arguments = trainer_arguments(resolved, stage.ARGUMENTS)
+    precision = chosen_precision(settings, arguments)
     check_quantization(settings.model.quantization)
     for each in settings.report.callbacks:
         own(each.path, each.args)
