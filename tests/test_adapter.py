@@ -240,7 +240,7 @@ def test_c6_bits_are_refused_where_there_is_no_cuda_gpu(untied: Path, tmp_path: 
         (
             ("H200", True),
             {"fp16": True},
-            "bfloat16 weights, computed in float16: H200 computes in bfloat16; but training",
+            "float16 weights, computed in float16: H200 computes in bfloat16; but training",
         ),
         (("H200", True), {"bf16": False}, "bfloat16 weights, computed in bfloat16: H200"),
     ],

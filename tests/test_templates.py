@@ -232,3 +232,20 @@ def test_a_template_that_is_missing_or_broken_is_one_line(tokenizer, write, tmp_
     with pytest.raises(CheckpointError, match=problem) as caught:
         load_sft(write({"messages": said("q", "a")}, template=name), tokenizer)
     assert "\n" not in str(caught.value)
+
+
+def test_c3_a_template_that_never_prompts_is_told(tokenizer, write, tmp_path):
+    silent = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    (tmp_path / "silent.jinja").write_text(silent)
+    data = write({"messages": said("q", "a")}, template=tmp_path / "silent.jinja")
+    told = "\n".join(load_sft(data, tokenizer).report)
+    assert "the template never prompts, so how an answer begins is learnt too" in told
+    tokenizer.chat_template = None
+    told = "\n".join(load_sft(write({"messages": said("q", "a")}, template="chatml"), tokenizer).report)
+    assert "never prompts" not in told
+
+
+def test_c3_an_empty_template_is_refused(tokenizer, write, tmp_path):
+    (tmp_path / "empty.jinja").write_text(" \n")
+    with pytest.raises(CheckpointError, match="is empty"):
+        load_sft(write({"messages": said("q", "a")}, template=tmp_path / "empty.jinja"), tokenizer)

@@ -1,7 +1,7 @@
 # ruff: noqa: TID253 - only code that trains imports this module
 """Wrong values of a configuration, each as one line in the user's words, at the place where it was given."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -41,10 +41,23 @@ def explained(
         elif detail["type"].startswith(("greater_", "less_")) or detail["type"] == "finite_number":
             must = detail["msg"].removeprefix("Input should be ")
             found[dotted] = CheckpointError(origin, f"{dotted} must be {must}, not {shown(detail['input'])}")
-        else:
-            must = wanted(groups[group].model_fields[key].annotation)
-            found[dotted] = CheckpointError(origin, f"{dotted} must be {must}, not {shown(given[dotted].value)}")
+        elif dotted not in found:  # of several types that a value could be, the first that it nearly is tells most
+            inside, wrong, kind = _place(
+                detail["loc"][2:], given[dotted].value, groups[group].model_fields[key].annotation
+            )
+            found[dotted] = CheckpointError(origin, f"{dotted}{inside} must be {wanted(kind)}, not {shown(wrong)}")
     return list(found.values())
+
+
+def _place(path: Sequence[int | str], value: Any, annotation: Any) -> tuple[str, Any, Any]:
+    """Where in a mapping or a list the wrong value is, that value, and the type that it should be of."""
+    step = path[0] if path else None
+    for kind in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]:
+        if get_origin(kind) is dict and isinstance(value, dict) and step in value:
+            return f".{step}", value[step], get_args(kind)[1]
+        if get_origin(kind) is list and isinstance(value, list) and isinstance(step, int):
+            return f"[{step}]", value[step], get_args(kind)[0]
+    return "", value, annotation
 
 
 def shown(value: Any) -> str:

@@ -13,6 +13,8 @@ PARTED = (
 )
 UNCLOSED = "the template writes nothing behind an answer, so nobody learns to end it; add eos_token there"
 
+UNPROMPTED = "the template never prompts, so how an answer begins is learnt too; write that for add_generation_prompt"
+
 _THOUGHTS, _THOUGHTS_END = "<think>", "</think>"
 _MARK = "\ue000"  # a private-use character: no template writes it, and none changes it
 
@@ -88,7 +90,9 @@ def _turn(messages: Messages, template: _Template) -> Turn:
 def _begun(messages: Messages, text: str, prompt: str | None, template: _Template) -> tuple[int, set[str]]:
     """Where in `text` the assistant begins to speak, and what is to be said about it."""
     if prompt is not None and text.startswith(prompt):
-        return len(prompt), set()
+        is_asked = "add_generation_prompt" in template.tokenizer.chat_template
+        is_prompted = is_asked or template.around(messages)[0].rstrip() == prompt.rstrip()
+        return len(prompt), set() if is_prompted else {UNPROMPTED}
     head, _ = template.around(messages)
     if prompt is None:  # the assistant speaks first: there is nothing to prompt with
         return _shared(head, text), set()

@@ -56,7 +56,7 @@ def chosen(config: "TrainConfig", run_name: str, *, resumed: bool = False) -> It
 def own(path: str, args: dict[str, Any]) -> Any:
     """A user's callback: the object at the dotted path, or of the class there with these arguments.
 
-    Raises CheckpointError when it is no TrainerCallback, and when the class takes no such arguments.
+    Raises CheckpointError when it is no TrainerCallback, and when the class does not make one of these arguments.
     """
     from transformers import TrainerCallback
 
@@ -73,6 +73,8 @@ def own(path: str, args: dict[str, Any]) -> Any:
         return found(**args)
     except TypeError as error:
         raise CheckpointError(key, f"{path} does not take args {args!r} ({error})") from error
+    except Exception as error:  # whatever the user's own code raises
+        raise CheckpointError(key, f"{path} is not made with args {args!r}: {type(error).__name__}: {error}") from error
 
 
 def _measuring(config: "TrainConfig") -> list[Any]:

@@ -15,7 +15,7 @@ from tools.checkpoint.errors import CheckpointError
 
 GROUP = "burnish.templates"
 _HERE = Path(__file__).parent
-_SPECIAL = re.compile(r"<[|｜][^<>|｜]+[|｜]>|<(?:start|end)_of_\w+>")  # noqa: RUF001 - DeepSeek's bars are wide
+_SPECIAL = re.compile(r"<[|｜][^<>|｜'\s]+[|｜]>|<(?:start|end)_of_\w+>")  # noqa: RUF001 - DeepSeek's bars are wide
 _ASKED = [{"role": "user", "content": "?"}]
 
 
@@ -50,6 +50,8 @@ def use_template(tokenizer: Any, template: str | Path) -> None:
     from jinja2 import TemplateError, TemplateSyntaxError
 
     tokenizer.chat_template = template_text(template)
+    if not tokenizer.chat_template.strip():
+        raise CheckpointError(template, "is empty", "write what a conversation looks like")
     try:
         tokenizer.apply_chat_template(_ASKED, tokenize=False, add_generation_prompt=True)
     except TemplateSyntaxError as error:
