@@ -129,13 +129,17 @@ def test_the_base_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
-def test_the_second_time_is_nothing_to_do(tmp_path: Path) -> None:
+def test_the_second_time_is_nothing_to_do_unless_the_base_has_changed(tmp_path: Path) -> None:
     base = merging.model(tmp_path / "base")
     tuned = tuned_from(base, of_rank(2))
     assert extract_adapter(tuned, base=str(base), rank=2, output=tmp_path / "adapter").changed
     assert not extract_adapter(tuned, base=str(base), rank=2, output=tmp_path / "adapter").changed
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         extract_adapter(tuned, base=str(base), rank=4, output=tmp_path / "adapter")
+    doubled = {name: 2 * tensor for name, tensor in merging.tensors(base).items()}
+    save_file(doubled, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        extract_adapter(tuned, base=str(base), rank=2, output=tmp_path / "adapter")
 
 
 def test_what_no_adapter_can_hold_is_refused_by_name(tmp_path: Path) -> None:

@@ -62,13 +62,18 @@ def test_a_tokenizer_is_the_adapters_or_the_bases_but_never_a_mixture(
     assert "preprocessor_config.json" in found
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "chat_template.jinja"])
 def test_the_second_time_is_nothing_to_do_unless_the_base_has_changed(
-    base: Path, adapter: Path, tmp_path: Path
+    file: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
+    (base / "chat_template.jinja").write_text("as it was")
     merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
     assert not merge_adapter(adapter, base=str(base), output=tmp_path / "merged").changed
     tensors = merging.tensors(base)
-    save_file({name: tensor + 1 for name, tensor in tensors.items()}, base / "model.safetensors", {"format": "pt"})
+    if file == "model.safetensors":
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, base / file, {"format": "pt"})
+    else:
+        (base / file).write_text("as it is")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
 

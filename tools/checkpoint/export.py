@@ -32,7 +32,7 @@ def export(
     if made := already_made(report, checkpoint, output, receipt):
         return made
     report = replace(report, path=str(output))
-    source = _source(checkpoint, output)
+    source = recorded(checkpoint, output.parent)
     check_output(checkpoint, change, output, overwrite)
     partial = output.parent / f".{output.name}.burnish-partial"
     make_folder(output.parent)
@@ -68,7 +68,7 @@ def export(
 
 def already_made(report: Report, checkpoint: Checkpoint, output: Path, receipt: Mapping[str, Any]) -> Report | None:
     """The report on an output that this step already made of the very same source, None where there is none."""
-    if not _is_made(output, {**receipt, "source": _source(checkpoint, output)}):
+    if not _is_made(output, {**receipt, "source": recorded(checkpoint, output.parent)}):
         return None
     return replace(report, path=str(output), summary=f"already made from {checkpoint.path}; nothing to do", details={})
 
@@ -121,10 +121,13 @@ def _clear_interrupted(output: Path) -> None:
             fsync_folder(output.parent)
 
 
-def _source(checkpoint: Checkpoint, output: Path) -> dict[str, Any]:
-    """Where an output comes from: the path from its own folder, and the fingerprints of the files it is made of."""
-    files = {entry.name: fingerprint(entry) for entry in _carried(checkpoint) if entry.is_file()}
-    return {"path": os.path.relpath(checkpoint.path.resolve(), output.parent.resolve()), "files": files}
+def recorded(read: Checkpoint, start: Path) -> dict[str, Any]:
+    """What a receipt says of a checkpoint that a step reads: the path from `start`, and the fingerprint of each file.
+
+    All files but the training state, since a result may be made of any: a step is done again when one has changed.
+    """
+    files = {entry.name: fingerprint(entry) for entry in _carried(read) if entry.is_file()}
+    return {"path": os.path.relpath(read.path.resolve(), start.resolve()), "files": files}
 
 
 def _is_made(output: Path, wanted: Mapping[str, Any]) -> bool:

@@ -1,7 +1,6 @@
 """Full fine-tune and base: their difference as a LoRA adapter."""
 
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ import typer
 
 from tools.checkpoint.change import Change
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.export import recorded
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
@@ -58,7 +58,7 @@ def extract_adapter(
             output=output,
             overwrite=overwrite,
             dry_run=dry_run,
-            options={"base": os.path.relpath(model.path, opened.path), "rank": rank},
+            options={"base": recorded(model.checkpoint, opened.path), "rank": rank},
         )
     if not errors:
         return report

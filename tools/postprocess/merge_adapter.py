@@ -12,8 +12,8 @@ import typer
 
 from tools.checkpoint.change import Change, Computed, TensorFile
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.export import recorded
 from tools.checkpoint.layout import Checkpoint
-from tools.checkpoint.receipts import fingerprint
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
 from tools.postprocess.options import DryRun, NewDir, Overwrite
@@ -103,13 +103,8 @@ def _options(
     adapter: Path, base: "Base", weight: float, others: list[tuple[Checkpoint, float]], max_shard_size: str | None
 ) -> dict[str, Any]:
     """What the receipt records: the output is made again when any of it has changed."""
-
-    def recorded(read: Checkpoint) -> dict[str, Any]:
-        files = {file.name: fingerprint(file.path) for weights in read.weights for file in weights.files}
-        return {"path": os.path.relpath(read.path, adapter), "files": files}
-
-    options = {"base": recorded(base.checkpoint), "weight": weight, "max_shard_size": max_shard_size}
-    options["with"] = [{**recorded(other), "weight": number} for other, number in others]
+    options = {"base": recorded(base.checkpoint, adapter), "weight": weight, "max_shard_size": max_shard_size}
+    options["with"] = [{**recorded(other, adapter), "weight": number} for other, number in others]
     return {key: value for key, value in options.items() if value}
 
 
