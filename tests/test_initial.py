@@ -110,6 +110,19 @@ def test_the_right_one_passes_in_every_dtype(
     assert convert_pissa(run.adapter, init=run.init, base=str(tiny)).changed
 
 
+def test_an_output_of_another_initial_adapter_is_not_the_one_that_was_made(tiny: Path, tmp_path: Path) -> None:
+    run = adapters.train(tiny, tmp_path, "lora_ga")
+    right = (run.init / FILE).read_bytes()
+    _moved(run.init / FILE, 0.05)
+    assert convert_pissa(run.adapter, output=tmp_path / "lora").changed
+    assert not convert_pissa(run.adapter, output=tmp_path / "lora").changed
+    (run.init / FILE).write_bytes(right)
+    with pytest.raises(CheckpointError, match="exists"):
+        convert_pissa(run.adapter, output=tmp_path / "lora")
+    convert_pissa(run.adapter, output=tmp_path / "lora", overwrite=True)
+    assert (adapters.logits_on(tiny, tmp_path / "lora") - run.logits).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("place", ["pissa_init", "initial_model", "initial_model/default"])
 def test_it_is_found_where_trainers_leave_it(place: str, tiny: Path, tmp_path: Path) -> None:
     run = adapters.train(tiny, tmp_path / "made")

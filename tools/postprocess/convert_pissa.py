@@ -1,6 +1,5 @@
 """PiSSA adapter: rewritten as an ordinary LoRA adapter of twice the rank."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from tools.checkpoint.change import Change
 from tools.checkpoint.errors import CheckpointError
+from tools.checkpoint.export import recorded
 from tools.checkpoint.layout import Checkpoint
 from tools.checkpoint.report import Report
 from tools.checkpoint.rewrite import rewrite
@@ -58,6 +58,7 @@ def convert_pissa(
     Example: tools convert-pissa runs/sft/checkpoint-500 --init runs/sft/pissa_init -o runs/sft/lora
     """
     from tools.lora.conversion import Shape, conversion
+    from tools.lora.initial import find_initial
     from tools.lora.origin import Given
 
     if init and residual:
@@ -73,10 +74,11 @@ def convert_pissa(
             raise CheckpointError(trained.path, problem, "choose an --output")
         return change
 
+    initial = init or (None if residual else find_initial(adapter))
     options = {
-        "init": os.path.relpath(init, adapter) if init else None,
+        "init": recorded(Checkpoint.open(initial), adapter) if initial else None,
         "base": base,
-        "residual": os.path.relpath(residual, adapter) if residual else None,
+        "residual": recorded(Checkpoint.open(residual), adapter) if residual else None,
         "max_rank": max_rank,
         "fold_scaling": fold_scaling,
     }
