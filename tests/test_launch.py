@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from tools.training.state import TrainingStopped
 from tools.training.train import train
 
 TWO = "launch.processes=2"
-PLAIN = ["finetuning.lora_dropout=0"]
+PISSA = ["finetuning.lora_dropout=0", "finetuning.init_lora_weights=pissa_niter_4"]
 CALLBACKS = """
 import os, signal, time
 from pathlib import Path
@@ -44,9 +45,6 @@ class At(TrainerCallback):
 
     def stop(self, model):
         os.kill(os.getppid(), signal.SIGTERM)
-
-    def stop_itself(self, model):
-        os.kill(os.getpid(), signal.SIGTERM)
 
     def sleep(self, model):
         Path("asleep").write_text(str(os.getpid()))
@@ -84,13 +82,14 @@ def pair(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Re
     """The configuration of a run in two processes, and how it was told. It has all that must not disturb training."""
     config = write_config(base, tmp_path_factory.mktemp("pair"))
     watched = [f"data.eval_file={config.parent / 'sft.jsonl'}", "early_stopping_patience=3", "samples=[what is 3]"]
-    return config, command(config, TWO, *PLAIN, *watched, "samples_every=3", "max_new_tokens=3", "--json")
+    return config, command(config, TWO, *PISSA, *watched, "samples_every=3", "max_new_tokens=3", "--json")
 
 
 def test_two_processes_train_what_one_trains_with_twice_the_batch(pair: tuple[Path, Result]) -> None:
     config, _ = pair
     run = config.parent / "run"
-    train(config, [*PLAIN, "per_device_train_batch_size=4", run_in(config, "alone")])
+    shutil.copytree(run / "pissa_init", config.parent / "alone" / "pissa_init")
+    train(config, [*PISSA, "per_device_train_batch_size=4", run_in(config, "alone")])
     for step in (2, 4, 6):
         ours, theirs = weights(run / f"checkpoint-{step}"), weights(config.parent / "alone" / f"checkpoint-{step}")
         assert ours.keys() == theirs.keys()
@@ -120,31 +119,26 @@ def test_two_processes_tell_everything_once(pair: tuple[Path, Result]) -> None:
 def test_another_number_of_processes_on_resume_is_refused(pair: tuple[Path, Result]) -> None:
     config, _ = pair
     with pytest.raises(CheckpointError, match=r"another configuration \(launch.processes: 2 -> its default\)"):
-        train(config, [*PLAIN, f"data.eval_file={config.parent / 'sft.jsonl'}", "early_stopping_patience=3"])
+        train(config, [*PISSA, f"data.eval_file={config.parent / 'sft.jsonl'}", "early_stopping_patience=3"])
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_end(pair: tuple[Path, Result], config: Path) -> None:
-    stopped = command(config, TWO, *PLAIN, acting("stop", step=3, event="on_pre_optimizer_step"))
+    stopped = command(config, TWO, *PISSA, acting("stop", step=3, event="on_pre_optimizer_step"))
     run = config.parent / "run"
     assert (stopped.exit_code, stopped.stdout) == (TrainingStopped.exit_code, "")
     assert stopped.stderr.startswith(f"stopped: {run}: stopped at step 3; checkpoint-3 is saved")
     assert stopped.stderr.count("\n") == 1
     assert state.read_state(run).state == "stopped"
     assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
-    assert command(config, TWO, *PLAIN).exit_code == 0
+    assert command(config, TWO, *PISSA).exit_code == 0
     assert_same(run / "checkpoint-6", pair[0].parent / "run" / "checkpoint-6")
     assert [row["current_steps"] for row in rows(run) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_pissa_run_in_two_processes_is_converted_for_the_original_base(
-    config: Path, base: Path, tmp_path: Path
+    pair: tuple[Path, Result], base: Path, tmp_path: Path
 ) -> None:
-    """All processes have the same residual base, also after a resume, and also when one of them alone is stopped."""
-    pissa = [TWO, "finetuning.init_lora_weights=pissa_niter_4"]
-    with pytest.raises(TrainingStopped, match="stopped at step 3"):
-        train(config, [*pissa, acting("stop_itself", step=3, event="on_pre_optimizer_step")])
-    train(config, pissa)
-    checkpoint = config.parent / "run" / "checkpoint-6"
+    checkpoint = pair[0].parent / "run" / "checkpoint-6"
     expected, asked = logits.load(checkpoint / ".burnish" / "trained_logits.safetensors")
     convert_pissa(checkpoint, output=tmp_path / "converted")
     converted = logits.logits(logits.load_model(tmp_path / "converted", base), asked)
@@ -240,7 +234,7 @@ def test_a_bad_row_is_one_line(config: Path, tmp_path: Path, capfd: pytest.Captu
 
 def test_torchrun_starts_the_processes_itself(config: Path, pair: tuple[Path, Result], tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    called = [*launcher, "-m", "tools", "train", str(config), *PLAIN, "--json"]
+    called = [*launcher, "-m", "tools", "train", str(config), *PISSA, "--json"]
     done = subprocess.run(called, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["details"]["checkpoint"] == "checkpoint-6"

@@ -18,6 +18,7 @@ from typing import Any
 from tools.checkpoint.errors import CheckpointError
 from tools.checkpoint.report import Report
 from tools.training.ranks import RankGone, RankHangs, of_rank, plain
+from tools.training.state import TrainingStopped
 from tools.training.stderr import log_to_stderr
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Outcome:
     traceback: str = ""
 
 
-def launched(config: Path, overrides: Sequence[str], run: Path, processes: int) -> Report:
+def launched(config: Path, overrides: Sequence[str], run: Path, processes: int, *, cpu: bool) -> Report:
     """Train in so many processes of this machine, and return or raise what one process would.
 
     A signal is passed on: the first lets all of them save and stop, a second ends them at once. The configuration must
@@ -47,7 +48,8 @@ def launched(config: Path, overrides: Sequence[str], run: Path, processes: int) 
     import torch.multiprocessing as mp
     from torch.distributed import TCPStore
 
-    _require_devices(processes)
+    if not cpu:
+        _require_devices(processes)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     outcomes = mp.get_context("spawn").SimpleQueue()
     level = logging.getLogger("tools").getEffectiveLevel()
@@ -72,7 +74,8 @@ def _followed(started: Sequence[Any], outcomes: Any) -> tuple[list[Outcome], dic
     while alive := [process for process in started if process.is_alive()]:
         connection.wait([process.sentinel for process in alive], timeout=POLL_S)
         heard += _drained(outcomes)
-        if deadline is None and (any(one.error for one in heard) or any(process.exitcode for process in started)):
+        failed = any(one.error and not isinstance(one.error, TrainingStopped) for one in heard)
+        if deadline is None and (failed or any(process.exitcode for process in started)):
             deadline = monotonic() + GRACE_S
         reported = {outcome.rank for outcome in heard}
         hangs = any(isinstance(outcome.error, RankHangs) for outcome in heard)

@@ -54,10 +54,10 @@ def train(config: Path, overrides: Sequence[str] = ()) -> Report:
     from tools.training.state import TrainingStopped, write_state
 
     plan = _plan(config, overrides)
-    run, launch = plan.config.run_dir, plan.config.launch
+    run, launch, connection = plan.config.run_dir, plan.config.launch, _connection(plan)
     if launch.processes > 1 and not is_one_of_several():
-        return launched(config, overrides, run, launch.processes)
-    with joined(run, launch.timeout, **_connection(plan)) as peers, contextlib.ExitStack() as held:
+        return launched(config, overrides, run, launch.processes, cpu=connection["cpu"])
+    with joined(run, launch.timeout, **connection) as peers, contextlib.ExitStack() as held:
         start = peers.decided(lambda: _start(plan, held), "the start of the run")
         if start.over:
             return _report(run, start.now, changed=False, summary="already trained; nothing to do")
@@ -192,16 +192,20 @@ def _prepared(config: "TrainConfig", loaded: "Loaded", resume: Path | None, peer
     """The decoder as it is trained. An init that changes the base is computed by the first process and kept; the others
     make theirs from what it has kept."""
     from tools.lora.adapters import INITIAL_ADAPTER, changes_base
+    from tools.training.callbacks.initial_adapter import require
     from tools.training.loading import calibration
     from tools.training.model import prepare
 
     folder = config.run_dir / INITIAL_ADAPTER
     shown = calibration(config, loaded.train_rows, loaded.tokenizer)
     is_kept = config.finetuning.method == "lora" and changes_base(config.finetuning.init_lora_weights)
-    each = peers.in_turn if is_kept and not resume else peers.agreed
-    return each(
-        lambda: prepare(loaded.decoder, config.finetuning, folder, calibration=shown, resume=resume), "the adapter"
-    )
+
+    def prepared() -> Any:
+        if is_kept and peers.rank:
+            require(folder)  # on a machine that does not see the directory of the run, it would be another one
+        return prepare(loaded.decoder, config.finetuning, folder, calibration=shown, resume=resume)
+
+    return (peers.in_turn if is_kept and not resume else peers.agreed)(prepared, "the adapter")
 
 
 def _last_checkpoint(trainer: Any, *, stopped: bool) -> str | None:
