@@ -130,3 +130,25 @@ def test_a_weight_that_is_no_number_is_refused(
     with pytest.raises(CheckpointError, match=r"(nan|inf) is not a finite weight"):
         merge_adapter(adapter, base=str(base), output=tmp_path / "merged", **option)
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("quantization_config", "x", r"quantised \(method unknown\)"),
+        ("text_config", [1], r"config.json: text_config is \[1\], not an object"),
+        ("model_type", ["x"], r"config.json: model_type is \['x'\], not a name"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(
+    field: str, value: Any, problem: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    merging.edit(base / "config.json", **{field: value})
+    with pytest.raises(CheckpointError, match=problem):
+        merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
+
+
+def test_an_adapter_begun_by_loftq_carries_a_note(base: Path, adapter: Path, tmp_path: Path) -> None:
+    merging.edit(adapter / "adapter_config.json", init_lora_weights="loftq")
+    report = merge_adapter(adapter, base=str(base), output=tmp_path / "merged")
+    assert report.details["note"].startswith("a loftq adapter belongs on the quantised weights it began with; is ")

@@ -60,6 +60,7 @@ def as_base(checkpoint: Checkpoint) -> Base:
     if checkpoint.model is None or checkpoint.config is None:
         missing = "config.json" if checkpoint.model else "weights"
         raise CheckpointError(path, f"holds no {missing}", "name a whole model")
+    _refuse_odd_values(checkpoint)
     _refuse_quantised(checkpoint)
     refuse_ungathered(checkpoint)
     return Base(checkpoint, checkpoint.model, checkpoint.config, stored(checkpoint.model))
@@ -78,6 +79,14 @@ def _locate(adapter: Checkpoint, named: Path | str | None) -> Path:
     return found
 
 
+def _refuse_odd_values(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config or {}
+    for field, kind, what in (("model_type", str, "a name"), ("text_config", dict, "an object")):
+        if not isinstance(value := config.get(field), kind | None):
+            problem = f"{field} is {value!r}, not {what}"
+            raise CheckpointError(checkpoint.path / "config.json", problem, "copy it from the original model")
+
+
 def _refuse_quantised(checkpoint: Checkpoint) -> None:
     method = quantisation(checkpoint.config or {})
     if method:
@@ -87,9 +96,13 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
 
 def quantisation(config: Mapping[str, Any]) -> str | None:
     """The method by which a model of this config.json is quantised, None when it is not."""
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    found = config.get("quantization_config") or nested
     if not found:
         return None
+    if not isinstance(found, dict):
+        return "method unknown"
     method = str(found.get("quant_method") or "method unknown")
     bits = next((f", {n} bits" for n in (4, 8) if found.get(f"load_in_{n}bit") or found.get("bits") == n), "")
     return method + bits

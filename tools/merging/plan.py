@@ -161,11 +161,19 @@ def _details(
         details["tie_word_embeddings"] = "false: embedding and output matrix were trained apart"
     own = adapters[0].checkpoint.processor_files
     details["tokenizer and processor"] = "from the adapter" if own else "from the base"
-    if note := _trained_on_quantised(adapters[0], base) or _trained_on_another(adapters[0], base):
+    notes = (each(adapters[0], base) for each in (_begun_by_loftq, _trained_on_quantised, _trained_on_another))
+    if note := next(filter(None, notes), None):
         details["note"] = note
     if left:
         details["left in the base"] = left
     return details
+
+
+def _begun_by_loftq(adapter: Adapter, base: Base) -> str | None:
+    """LoftQ (arXiv:2310.08659) begins with Q + s B A near W, so an adapter goes on Q, and nothing here tells which."""
+    if (adapter.checkpoint.adapter_config or {}).get("init_lora_weights") != "loftq":
+        return None
+    return f"a loftq adapter belongs on the quantised weights it began with; is {base.path} those, dequantised?"
 
 
 def _trained_on_quantised(adapter: Adapter, base: Base) -> str | None:
