@@ -45,6 +45,7 @@ class At(TrainerCallback):
 
     def stop(self, model):
         os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(3)  # meanwhile it is passed on to both
 
     def sleep(self, model):
         Path("asleep").write_text(str(os.getpid()))
