@@ -114,9 +114,20 @@ def test_the_end_is_learnt_once_where_the_row_has_it_already(tokenizer, write):
         {"prompt": said("q"), "completion": said("", "")[1:]},
     ],
 )
-def test_an_empty_answer_is_refused(tokenizer, write, row):
-    with pytest.raises(CheckpointError, match=r":1: has an empty answer, from which only silence is learnt; leave"):
+def test_a_row_with_an_empty_answer_is_dropped_and_counted(tokenizer, write, row):
+    with pytest.raises(CheckpointError, match="all 1 rows have an empty answer"):
         load_sft(write(row), tokenizer)
+    whole = {
+        **row,
+        **{
+            key: said("q", "a") if key == "messages" else "a"
+            for key in row
+            if key in ("messages", "output", "completion")
+        },
+    }
+    loaded = load_sft(write(row, whole), tokenizer)
+    assert (len(loaded.dataset), loaded.dropped) == (1, 1)
+    assert "1 rows: dropped, for an answer is empty" in loaded.report
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tools.checkpoint.errors import CheckpointError
 from tools.training.config import DataArguments
-from tools.training.forms import PREFERENCE, SUPERVISED, Form, form_of
+from tools.training.forms import PREFERENCE, SUPERVISED, Form, form_of, is_answered
 from tools.training.lengths import histogram
 from tools.training.masking import IGNORED, mark, tokenise
 from tools.training.packing import Columns, pack
@@ -22,6 +22,7 @@ Split = Literal["train", "eval"]
 
 _Places = defaultdict[str, set[str]]  # a note, and the places of the rows of which it is true
 _CUT = "cut"
+_SILENT = "dropped, for an answer is empty"
 _BATCH = 1000  # rows tokenised in one call, which the tokenizer spreads over the cores
 _HUB_SPLITS = {"train": "train", "eval": "validation"}
 
@@ -77,14 +78,16 @@ class _Kept:
 def load_sft(data: DataArguments, tokenizer: Any, split: Split = "train") -> Tokenised:
     """Rows for supervised fine-tuning: `input_ids`, `attention_mask`, `labels`, each [tokens] of int.
 
-    Only the assistant's tokens are learnt, those that close its turns among them; all other labels are -100. Rows
-    longer than `max_length` lose their end, and are dropped when nothing to learn is left. With `packing` the rows to
+    Only the assistant's tokens are learnt, those that close its turns among them; all other labels are -100. Rows with
+    an empty answer are dropped. Those longer than `max_length` lose their end, and are dropped when nothing to learn is
+    left. With `packing` the rows to
     train on are put together: `input_ids`, `labels`, and `seq_lengths`, the length of each row in a sequence. Raises
     CheckpointError naming the row that is of no known form, and when no row is left.
     """
     given = _given(data, tokenizer, split, SUPERVISED)
-    marked = ((place, each) for place, example in given.examples() for each in mark(example, tokenizer, place))
     kept, places = [], _Places(set)
+    examples = _answered(given.examples(), places)
+    marked = ((place, each) for place, example in examples for each in mark(example, tokenizer, place))
     for batch in _batches(marked):
         encoded = tokenise([each for _, each in batch], tokenizer)
         for (place, each), (ids, labels) in zip(batch, encoded, strict=True):
@@ -115,6 +118,15 @@ def load_preferences(data: DataArguments, tokenizer: Any, split: Split = "train"
             if chosen != rejected:
                 kept.append(_Kept(place, {"chosen_input_ids": chosen, "rejected_input_ids": rejected}))
     return _tokenised(kept, given, data, places, "two equal answers")
+
+
+def _answered(examples: Iterable[tuple[str, Any]], places: _Places) -> Iterator[tuple[str, Any]]:
+    """The examples from which more than silence is learnt; the others are noted."""
+    for place, example in examples:
+        if is_answered(example):
+            yield place, example
+        else:
+            places[_SILENT].add(place)
 
 
 def _note(places: _Places, place: str, notes: Iterable[str], *, is_cut: bool) -> None:
@@ -150,6 +162,8 @@ def _tokenised(
     total, cut = len(given.rows), len(places.pop(_CUT, ()))
     rows = len({each.place for each in kept})
     if not kept:
+        if len(places[_SILENT]) == total:
+            raise CheckpointError(given.source, f"all {total} rows have an empty answer", "is it in another column?")
         problem = f"all {total} rows have {why} within {data.max_length} tokens"
         raise CheckpointError(given.source, problem, "raise data.max_length")
     columns = [row.columns for row in kept]

@@ -49,6 +49,13 @@ class Form:
         return "/".join(self.needs)
 
 
+def is_answered(example: Example) -> bool:
+    """Whether every answer in it says something."""
+    if isinstance(example, Text):
+        return bool(example.completion.strip())
+    return all(message["content"].strip() for message in example.messages if message["role"] == "assistant")
+
+
 def form_of(rows: Sequence[Row], forms: Sequence[Form]) -> Form:
     """The one form that all these rows have, by their columns; of several that fit, the first in the list.
 
@@ -74,31 +81,20 @@ def _from_messages(row: Row, *, has_template: bool) -> Example:
     messages = _conversation(row)
     if not any(message["role"] == "assistant" for message in messages):
         raise row.refused("has no message of the assistant, so nothing to learn")
-    return _with_answers(row, Conversation(messages))
+    return Conversation(messages)
 
 
 def _from_instruction(row: Row, *, has_template: bool) -> Example:
     """Without a template an instruction becomes the plain text of Alpaca."""
-    return _with_answers(row, _answered(row, _instruction(row, has_template=has_template), "output"))
+    return _answered(row, _instruction(row, has_template=has_template), "output")
 
 
 def _from_prompt(row: Row, *, has_template: bool) -> Example:
-    return _with_answers(row, _answered(row, _prompt(row), "completion"))
+    return _answered(row, _prompt(row), "completion")
 
 
 def _from_text(row: Row, *, has_template: bool) -> Example:
     return Text("", _text(row, "text"))
-
-
-def _with_answers(row: Row, example: Example) -> Example:
-    """The example, in which every answer says something."""
-    if isinstance(example, Text):
-        answers = [example.completion]
-    else:
-        answers = [message["content"] for message in example.messages if message["role"] == "assistant"]
-    if not all(answer.strip() for answer in answers):
-        raise row.refused("has an empty answer, from which only silence is learnt", "leave such rows out")
-    return example
 
 
 def _pair_of_prompt(row: Row, *, has_template: bool) -> tuple[Example, Example]:
