@@ -58,8 +58,6 @@ def verify(
     refuse_ungathered(opened)
     if findings := [*_unloadable(opened), *_against_receipts(opened)]:
         raise all_of(findings)
-    if base and opened.kind != "adapter":
-        raise CheckpointError(opened.path, "is no adapter to put on --base", "leave --base out")
     if logits is None and (base or reference_base or prompts):
         raise CheckpointError(opened.path, "--base, --reference-base and --prompts say how to compare", "add --logits")
     details: dict[str, Any] = {"tensors": sum(len(weights.tensors) for weights in opened.weights)}
