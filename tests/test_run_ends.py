@@ -153,12 +153,13 @@ def test_what_the_libraries_refuse_is_one_line(config: Path, override: str, mess
     assert train(config).changed
 
 
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config: Path) -> None:
-    """A limit on the size of files stands for the disk."""
-    command = [sys.executable, "-m", "tools", "train", str(config), "finetuning.method=full", "--json"]
+@pytest.mark.parametrize(("method", "size"), [("full", 20_000), ("full", 40_000), ("lora", 7_000)])
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config: Path, method: str, size: int) -> None:
+    """A limit on the size of files stands for the disk: weights, or only the optimizer, do not fit."""
+    command = [sys.executable, "-m", "tools", "train", str(config), f"finetuning.method={method}", "--json"]
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

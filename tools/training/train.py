@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tools.training.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +176,18 @@ def _trained(trainer: Any, resume: Path | None) -> Any:
         raise
     except Exception as error:
         said = " ".join(str(error).split())
-        if isinstance(error, OSError) or "os error" in said:  # as libraries written in Rust say it
+        if _is_full(error, said):
             raise _not_written(Path(trainer.args.output_dir), said) from error
         if trainer.optimizer is None or trainer.lr_scheduler is None:
             raise CheckpointError("training", said) from error
         raise
+
+
+def _is_full(error: Exception, said: str) -> bool:
+    """Whether a file could not grow: as Python says it, as libraries written in Rust do, and as torch.save does."""
+    by_number = isinstance(error, OSError) and error.errno in _FULL
+    by_torch = "PytorchStreamWriter" in said or ("inline_container" in said and "unexpected pos" in said)
+    return by_number or by_torch or any(f"os error {number}" in said for number in _FULL)
 
 
 def _not_written(run: Path, reason: str) -> CheckpointError:
