@@ -31,8 +31,11 @@ def checkpoint(tiny: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
+def runner(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """Everything is imported before a child drops its rights, who may not read Python's own library."""
+    checkpoint = heads.flat(tiny, tmp_path_factory.mktemp("warm") / "checkpoint")
     with Runner() as started:
+        started.warm(["fix-valuehead", str(checkpoint)])
         yield started
 
 

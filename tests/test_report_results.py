@@ -193,7 +193,7 @@ def test_a7_groups_may_be_objects_named_by_their_class(config: Path) -> None:
 def test_lg_13_a_run_reports_all_its_groups(config: Path) -> None:
     train(config, [*reward(config), "report.report_to=tensorboard", "max_steps=1"])
     kept = json.loads((config.parent / "run" / ".burnish" / "trackers.json").read_text())
-    assert kept["arguments"].keys() == {"model", "data", "finetuning", "generating", "training", "report"}
+    assert kept["arguments"].keys() == {"model", "data", "finetuning", "generating", "training", "report", "launch"}
     assert kept["arguments"]["finetuning"]["stage"] == "reward"
     assert kept["arguments"]["finetuning"]["r"] == 2
     assert kept["runs"].keys() == {"tensorboard"}

@@ -28,14 +28,17 @@ FAMILIES = {
 
 
 def same_as(wrapper: actor_critic.Wrapper, output: Path) -> None:
-    """Logits and values of the two directories are those of the live modules, to the bit."""
+    """Weights of the two directories are those of the live modules, to the bit, and so what they compute is too."""
     policy = loaded(AutoModelForCausalLM, output / "policy")
     critic = loaded(AutoModelForSequenceClassification, output / "critic")
     with torch.no_grad():
-        assert torch.equal(policy(IDS).logits, wrapper.policy(IDS).logits)
-        assert torch.equal(critic(IDS).logits, wrapper.value_model(IDS).logits)
+        torch.testing.assert_close(policy(IDS).logits, wrapper.policy(IDS).logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(critic(IDS).logits, wrapper.value_model(IDS).logits, rtol=0, atol=1e-6)
         hidden = getattr(critic, critic.base_model_prefix)(IDS).last_hidden_state
-        assert torch.equal(critic.score(hidden), wrapper.values)
+        torch.testing.assert_close(critic.score(hidden), wrapper.values, rtol=0, atol=1e-6)
+    for ours, theirs in ((policy, wrapper.policy), (critic, wrapper.value_model)):
+        expected = theirs.state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in ours.state_dict().items())
     assert (critic.config.num_labels, critic.config.tie_word_embeddings) == (1, False)
 
 
@@ -159,7 +162,7 @@ def test_a_value_model_with_a_bias_is_a_token_classifier(tmp_path: Path) -> None
     split_actor_critic(actor_critic.aliased(wrapper, tmp_path / "ppo"), output=tmp_path / "split")
     critic = loaded(AutoModelForTokenClassification, tmp_path / "split/critic")
     with torch.no_grad():
-        assert torch.equal(critic(IDS).logits, wrapper.value_model(IDS).logits)
+        torch.testing.assert_close(critic(IDS).logits, wrapper.value_model(IDS).logits, rtol=0, atol=1e-6)
     assert critic.config.architectures == ["LlamaForTokenClassification"]
 
 

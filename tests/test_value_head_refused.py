@@ -19,7 +19,7 @@ MORE_THAN_A_HEAD = {
     "roberta": "more than layers on the last hidden state",
     "t5": "more than layers on the last hidden state",
     "qwen-prm": "has 2 outputs, and a value head has one",
-    "trl-t5": "does not load it as a causal LM",
+    "trl-t5": "does not load as a causal LM",
     "bert": r"bert\.pooler\.dense\.bias is neither of BertLMHeadModel nor of the value head",
 }
 
