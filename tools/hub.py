@@ -9,12 +9,8 @@ def local_copy(name_or_path: str | Path) -> Path | None:
 
     The network is never asked: what a training loaded is in the cache.
     """
-    try:
-        path = Path(name_or_path).expanduser()
-        if path.is_dir():
-            return path
-    except (RuntimeError, OSError):  # the home of nobody, or a name longer than any file's
-        return None
+    if (folder := _directory(name_or_path)) is not None:
+        return folder
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -28,6 +24,13 @@ def local_copy(name_or_path: str | Path) -> Path | None:
 
 def lasting_name(name_or_path: str | Path) -> str:
     """What to call a model in a file that is read elsewhere: a directory by its whole path, any other name as it is."""
-    path = local_copy(name_or_path)
-    is_named = path is not None and path == Path(name_or_path).expanduser()
-    return os.path.abspath(path) if path is not None and is_named else str(name_or_path)  # noqa: PTH100 - follows no link
+    folder = _directory(name_or_path)
+    return os.path.abspath(folder) if folder is not None else str(name_or_path)  # noqa: PTH100 - follows no link
+
+
+def _directory(name_or_path: str | Path) -> Path | None:
+    try:
+        path = Path(name_or_path).expanduser()
+        return path if path.is_dir() else None
+    except (RuntimeError, OSError):  # the home of nobody, or a name longer than any file's
+        return None

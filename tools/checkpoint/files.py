@@ -79,6 +79,15 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_synced(path: Path, data: bytes) -> None:
+    """Replace a small file as a whole, making its folder: after a crash it is the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    write_synced(draft, data)
+    draft.replace(path)
+    fsync_folder(path.parent)
+
+
 def fsync_folder(folder: Path) -> None:
     """Make names created, renamed or removed in a folder survive a power cut."""
     fd = os.open(folder, os.O_RDONLY)

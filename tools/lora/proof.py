@@ -26,7 +26,7 @@ def refuse_trained_factors(kind: str, modules: Iterable[LoraModule]) -> None:
         if module.kind != "linear" or not kind.startswith(("pissa", "olora")):
             continue
         off = _imbalance(kind, numbers(module.A), numbers(module.B))
-        if not off <= _tolerance(module):  # also of NaN
+        if not _is_rounding(off, module):
             raise CheckpointError(
                 module.A.file.path.parent,
                 f"{module.name} is not how {kind} begins (off by {off:.1%}): it was trained, or a resume wrote over it",
@@ -41,7 +41,7 @@ def refuse_other_base(kind: str, modules: Iterable[LoraModule], weight: Callable
         return
     module = min(linear, key=lambda each: each.A.nbytes + each.B.nbytes)
     off = _distance(module, 1.0 if kind == "olora" else module.scaling, weight(module))
-    if not off <= _tolerance(module):
+    if not _is_rounding(off, module):
         raise CheckpointError(
             module.A.file.path.parent,
             f"{module.name} is no part of the base weights (off by {off:.1%})",
@@ -49,8 +49,9 @@ def refuse_other_base(kind: str, modules: Iterable[LoraModule], weight: Callable
         )
 
 
-def _tolerance(module: LoraModule) -> float:
-    return max(_FP32_TOLERANCE, 8 * max(precision(factor) for factor in (module.A, module.B)))
+def _is_rounding(off: float, module: LoraModule) -> bool:
+    """Whether factors are off by no more than rounding makes them; NaN never is."""
+    return off <= _FP32_TOLERANCE or off <= 8 * max(precision(factor) for factor in (module.A, module.B))
 
 
 def _imbalance(kind: str, a: "Matrix", b: "Matrix") -> float:

@@ -23,7 +23,7 @@ LIMITS: dict[str, tuple[float, bool, float]] = {
     **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps"), (1, True, 2**31)),
     **dict.fromkeys(("save_steps", "eval_steps", "logging_steps"), (0, False, 2**53)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, True, 1 - 1e-9)),
-    **dict.fromkeys(("label_smoothing_factor",), (0, True, 1)),
+    "label_smoothing_factor": (0, True, 1),
     **dict.fromkeys(("seed", "data_seed"), (0, True, 2**32 - 1)),
     "save_total_limit": (1, True, math.inf),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from tools.checkpoint.errors import CheckpointError
-from tools.checkpoint.files import fsync_folder, write_synced
+from tools.checkpoint.files import replace_synced
 from tools.checkpoint.layout import Checkpoint, checkpoints_in
 from tools.lora.adapters import INITIAL_ADAPTER
 
@@ -62,12 +62,7 @@ def read_state(run: Path) -> TrainState | None:
 
 def write_state(run: Path, state: TrainState) -> None:
     """Replace train.json as a whole: after a crash it is the old one or the new one."""
-    file = run / STATE_FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".draft")
-    write_synced(draft, json.dumps(asdict(state), indent=2).encode() + b"\n")
-    draft.replace(file)
-    fsync_folder(file.parent)
+    replace_synced(run / STATE_FILE, json.dumps(asdict(state), indent=2).encode() + b"\n")
 
 
 def running(fingerprint: Mapping[str, str], steps: int, checkpoint: Path | None) -> TrainState:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tools.checkpoint.files import write_synced
+from tools.checkpoint.files import replace_synced
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,7 @@ def _warn_once(file: Path, reason: str) -> None:
 
 def keep_reported(run: Path, arguments: Groups, runs: Groups) -> None:
     """Replace the file that `reported` reads as a whole."""
-    file = run / RUNS_FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".draft")
-    write_synced(draft, json.dumps({"arguments": arguments, "runs": runs}, indent=2).encode())
-    draft.replace(file)
+    replace_synced(run / RUNS_FILE, json.dumps({"arguments": arguments, "runs": runs}, indent=2).encode())
 
 
 def changes(old: Groups, new: Groups) -> list[str]:
